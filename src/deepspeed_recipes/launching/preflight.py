@@ -147,8 +147,7 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: in
     known = with_dimensions(recipe)
     limits.check(known, ranks, file)
     limits.check_micro_batch(recipe)
-    limits.check_blocks(known, file)
-    for line in limits.other_sizes(recipe, file):
+    for line in limits.check_blocks(known, file):
         print(line, flush=True)
     if isinstance(recipe.method, Distill):
         teacher = str(recipe.method.teacher)

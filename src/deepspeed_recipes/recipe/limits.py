@@ -40,8 +40,11 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     gradient_accumulation_steps(recipe, world_size)
 
 
-def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs."""
+def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> list[str]:
+    """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs.
+
+    Return a line for each size in the file that the layout overrides.
+    """
     if recipe.layout.expert > 1 and not file.has_expert_block:
         raise UserError(
             f"layout.expert={recipe.layout.expert}: {file.name} has no expert_parallel block; use "
@@ -53,14 +56,17 @@ def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
             f"layout.expert={recipe.layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
             f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
         )
+    lines = []
     for field, size, asked in sizes(recipe.layout, file):
+        what, key = SPLITS[field]
         if asked == 1:
             added = changed(recipe, layout=replace(recipe.layout, **{field: size}))
             why = "this recipe cannot"
             if added is not None:
                 why = next(compatibility.reasons(Case(added, file, size), {f"layout.{field}>1"}), "")
             use = f"{why}; use deepspeed=zero{file.stage}.json" if why else f"add layout.{field}={size}"
-            raise UserError(f"deepspeed={file.name} splits {SPLITS[field][0]} over {size} ranks; {use}.")
+            raise UserError(f"deepspeed={file.name} splits {what} over {size} ranks; {use}.")
+        lines.append(f"layout.{field}={asked}: the run uses this size instead of {key}={size} in {file.name}.")
     for key, value in file.content.get("tensor_parallel", {}).items():
         if key == "autotp_size" or (key, value) == ("vocab_parallel_lm_head", False):  # a run's own file has these
             continue
@@ -68,6 +74,7 @@ def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
             f"deepspeed={file.name}: tensor_parallel.{key} is for DeepSpeed's AutoTP, and a run splits layers by the "
             "model's own plan; remove it."
         )
+    return lines
 
 
 def check_micro_batch(recipe: Recipe) -> None:
@@ -146,12 +153,6 @@ def sizes(layout: Layout, file: DeepSpeedFile) -> Iterator[tuple[str, int, int]]
         size, asked = getattr(file, f"{field}_size"), getattr(layout, field)
         if 1 < size != asked:
             yield field, size, asked
-
-
-def other_sizes(recipe: Recipe, file: DeepSpeedFile) -> Iterator[str]:
-    """Yield a line for each size in a file that the layout overrides."""
-    for field, size, asked in sizes(recipe.layout, file):
-        yield f"layout.{field}={asked}: the run uses this size instead of {SPLITS[field][1]}={size} in {file.name}."
 
 
 def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:

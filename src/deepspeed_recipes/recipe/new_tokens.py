@@ -48,7 +48,17 @@ def read(text: str | None) -> tuple[NewToken, ...]:
         raise UserError(f'{where}: not a list; write ["<a>", "<b>"].')
     if isinstance(found, Mapping) or not isinstance(found, Iterable):
         raise UserError(f'{where}: not a list; write ["<a>", "<b>"].')
-    tokens = [_token(one, where) for one in found]
+    tokens = []
+    for one in found:
+        if isinstance(one, Mapping):
+            name, special = one.get("content"), one.get("special", False)
+            if not isinstance(name, str) or not isinstance(special, bool) or one.keys() - {"content", "special"}:
+                raise UserError(f'{where}: {shown(one)}: write {{"content": "<a>", "special": true}}.')
+            tokens.append(NewToken(name, special))
+        elif isinstance(one, str):
+            tokens.append(NewToken(one))
+        else:
+            raise UserError(f"{where}: {shown(one)} is not a text; write it in quotes.")
     if not tokens:
         raise UserError(f"{where}: names no token; leave model.new_tokens out.")
     known: set[str] = set()
@@ -59,17 +69,6 @@ def read(text: str | None) -> tuple[NewToken, ...]:
             raise UserError(f"{where}: {token.content!r} is there twice; remove one of them.")
         known.add(token.content)
     return tuple(tokens)
-
-
-def _token(one: object, where: str) -> NewToken:
-    if isinstance(one, Mapping):
-        content, special = one.get("content"), one.get("special", False)
-        if not isinstance(content, str) or not isinstance(special, bool) or one.keys() - {"content", "special"}:
-            raise UserError(f'{where}: {shown(one)}: write {{"content": "<a>", "special": true}}.')
-        return NewToken(content, special)
-    if not isinstance(one, str):
-        raise UserError(f"{where}: {shown(one)} is not a text; write it in quotes.")
-    return NewToken(one)
 
 
 def as_text(tokens: Iterable[NewToken]) -> str:

@@ -1,7 +1,7 @@
 """The rules for accelerate's YAML. Each rule yields its hits; `lint.py` adds their positions.
 
-A rule takes the YAML and its folder. `Hit.severity` is "error" if accelerate stops or does not do what the file sets,
-and "warning" otherwise.
+A rule takes the YAML and its folder. A hit is an error if accelerate stops or does not do what the file sets, and has
+the severity "warning" otherwise.
 """
 
 import math
@@ -19,11 +19,6 @@ from .keys import DEEPSPEED_KEYS, unread
 FSDP = "fsdp_config"
 
 
-def hit(path: Key, value: object, what: str, fix: str, severity: Severity = "error") -> Hit:
-    """Return a hit whose severity is "error" by default."""
-    return Hit(path, value, what, fix, severity=severity)
-
-
 def names(config: Config, section: str) -> dict[str, str]:
     """Return a section's keys as the file writes them, by their full names: accelerate adds a missing prefix."""
     prefix = keys.PREFIXES.get(section, "")
@@ -38,15 +33,15 @@ def environment(config: Config, folder: Path) -> Iterator[Hit]:
     at = ("compute_environment",)
     if not sagemaker(config):
         what = "accelerate reads every environment but LOCAL_MACHINE as SageMaker's, and stops"
-        yield hit(at, value, what, "write LOCAL_MACHINE; on a cluster too, where each machine launches its own ranks")
+        yield Hit(at, value, what, "write LOCAL_MACHINE; on a cluster too, where each machine launches its own ranks")
         return
     for name, given in config.value.items():
         if name not in keys.SAGEMAKER:
             what = "accelerate stops at this key, which is unknown with compute_environment: AMAZON_SAGEMAKER"
-            yield hit((name,), given, what, "remove it, or write compute_environment: LOCAL_MACHINE")
+            yield Hit((name,), given, what, "remove it, or write compute_environment: LOCAL_MACHINE")
     for name in ("ec2_instance_type", "iam_role_name"):
         if not config.has(name):
-            yield hit((), None, f"`{name}` is missing, at which accelerate stops", f"add {name}")
+            yield Hit((), None, f"`{name}` is missing, at which accelerate stops", f"add {name}")
 
 
 def sagemaker(config: Config) -> bool:
@@ -61,23 +56,23 @@ def unknown(config: Config, folder: Path) -> Iterator[Hit]:
             where = next((section for section, known in keys.SECTIONS.items() if name in known), None)
             meant = nearest(str(name), keys.TOP)
             fix = f"move it into {where}" if where else f"write {meant}" if meant else "remove it"
-            yield hit((name,), value, "accelerate stops at this key, which is unknown", fix)
+            yield Hit((name,), value, "accelerate stops at this key, which is unknown", fix)
     for section, known in keys.SECTIONS.items():
         if not isinstance(config.get(section, default={}), dict | None):
             what = "accelerate expects keys with values here, and stops"
-            yield hit((section,), config.get(section), what, "write one `key: value` per line, or remove it")
+            yield Hit((section,), config.get(section), what, "write one `key: value` per line, or remove it")
         for full, name in names(config, section).items():
             if full not in known:
                 value, longer = config.get(section, name), f"{section}_{name}"
                 meant = longer if longer in known else nearest(str(name), known)
                 fix = f"write {meant}" if meant else "remove it"
-                yield hit((section, name), value, "accelerate ignores this key, which is unknown", fix)
+                yield Hit((section, name), value, "accelerate ignores this key, which is unknown", fix)
 
 
 def choices(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield values that are not among the allowed ones, and a missing type."""
     if not config.has("distributed_type"):
-        yield hit(
+        yield Hit(
             (), None, "`distributed_type` is missing, at which accelerate stops", "add distributed_type: DEEPSPEED"
         )
     for path, allowed in keys.CHOICES.items():
@@ -90,11 +85,11 @@ def choices(config: Config, folder: Path) -> Iterator[Hit]:
             continue
         if value is False and "no" in words:
             what, fix = "YAML reads a bare no as false, at which accelerate stops", 'write "no", in quotes'
-            yield hit(place, value, what, fix)
+            yield Hit(place, value, what, fix)
             continue
         meant = nearest(str(value), tuple(map(str, allowed)))
         fix = f"write {meant}" if meant else "write one of them"
-        yield hit(place, value, f"not one of {', '.join(map(str, allowed))}", fix)
+        yield Hit(place, value, f"not one of {', '.join(map(str, allowed))}", fix)
 
 
 def values(config: Config, folder: Path) -> Iterator[Hit]:
@@ -103,26 +98,26 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
     if gpus is not None and not isinstance(gpus, str):
         numbers = ",".join(map(str, gpus)) if isinstance(gpus, list) else str(gpus)
         numbers = "all" if kind in keys.MULTI_DEVICE and "," not in numbers else numbers
-        yield hit(("gpu_ids",), gpus, "accelerate stops where this is not text", f'write "{numbers}", in quotes')
+        yield Hit(("gpu_ids",), gpus, "accelerate stops where this is not text", f'write "{numbers}", in quotes')
     elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and _machines(config) <= 1 and "," not in str(gpus):
         what = f"accelerate stops at a single GPU with distributed_type: {kind}"
-        yield hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
+        yield Hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
     steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
     value = config.get(*steps)
     if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
-        yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
+        yield Hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
     value = config.get(*clipping)
     try:  # accelerate reads the number from the value's text
         norm = -1.0 if isinstance(value, bool) else float(str(value))
     except ValueError:
         norm = -1.0
     if value not in (None, "auto") and not norm >= 0:
-        yield hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
+        yield Hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
     flags = {"zero3_init_flag": keys.SWITCH, "zero3_save_16bit_model": ("true", "false")}
     for name, words in flags.items():
         value = config.get(DEEPSPEED_KEYS, name)
         if value is not None and str(value).lower() not in words:
-            yield hit((DEEPSPEED_KEYS, name), value, "not a switch", "write true or false")
+            yield Hit((DEEPSPEED_KEYS, name), value, "not a switch", "write true or false")
 
 
 def _machines(config: Config) -> float:
@@ -134,22 +129,23 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
     for name in ("num_processes", "num_machines", "machine_rank"):
         value = config.get(name)
         if config.has(name) and (isinstance(value, bool) or not isinstance(value, int)):
-            yield hit((name,), value, "not a whole number", f"write {name}: {0 if name == 'machine_rank' else 1}")
+            yield Hit((name,), value, "not a whole number", f"write {name}: {0 if name == 'machine_rank' else 1}")
             return
     machines, rank = _machines(config), config.number("machine_rank") or 0
     count = config.number("num_processes")
     if machines < 1:
-        yield hit(("num_machines",), machines, "not a number of machines", "write num_machines: 1")
+        yield Hit(("num_machines",), machines, "not a number of machines", "write num_machines: 1")
         return
     if count is None and str(config.get("distributed_type")).upper() != "NO":
-        yield hit((), None, "`num_processes` is missing", "add it, or pass --num_processes to each launch", "warning")
+        fix = "add it, or pass --num_processes to each launch"
+        yield Hit((), None, "`num_processes` is missing", fix, severity="warning")
     elif count is not None and (count < 1 or count % machines):
         what = f"must be a multiple of num_machines: {machines:g}; it counts the GPUs of all machines together"
-        yield hit(
+        yield Hit(
             ("num_processes",), count, what, f"write num_processes: {max(1, round(count / machines)) * machines:g}"
         )
     if not 0 <= rank < machines:
-        yield hit(("machine_rank",), rank, f"must be below num_machines: {machines:g}", "write machine_rank: 0")
+        yield Hit(("machine_rank",), rank, f"must be below num_machines: {machines:g}", "write machine_rank: 0")
     if machines < 2:
         return
     launcher = str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher", default="pdsh"))
@@ -163,14 +159,14 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
             what = f"{launcher} needs deepspeed_hostfile, which is missing"
             fix = "add deepspeed_hostfile, or write standard, which is started on each machine"
             fix += "" if config.get("main_process_ip") else ", and add main_process_ip"
-            yield hit((DEEPSPEED_KEYS, "deepspeed_multinode_launcher"), launcher, what, fix)
+            yield Hit((DEEPSPEED_KEYS, "deepspeed_multinode_launcher"), launcher, what, fix)
     elif config.get("main_process_ip") is None:
-        yield hit(
+        yield Hit(
             ("num_machines",), machines, "needs main_process_ip, which is missing", "add the first machine's address"
         )
     if str(config.get("distributed_type")).upper() == "MULTI_CPU" and config.get("main_process_port") is None:
         what = "needs main_process_port, at whose absence accelerate stops"
-        yield hit(("num_machines",), machines, what, "add main_process_port: 29500")
+        yield Hit(("num_machines",), machines, what, "add main_process_port: 29500")
 
 
 def json_file(config: Config, folder: Path) -> Iterator[Hit]:
@@ -180,12 +176,12 @@ def json_file(config: Config, folder: Path) -> Iterator[Hit]:
     if file is None:
         return
     if referenced(config, folder) is None:
-        yield hit(path, file, "no such file, seen from this folder or the YAML's", "correct the path")
+        yield Hit(path, file, "no such file, seen from this folder or the YAML's", "correct the path")
     refused: list[Key] = [(DEEPSPEED_KEYS, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED_KEYS, name)]
     refused += [("mixed_precision",)] if config.get("mixed_precision") is not None else []
     for key in refused:
         what = "accelerate stops at this key if deepspeed_config_file is set, since the JSON has it"
-        yield hit(key, config.get(*key), what, "remove it here, and set it in the JSON")
+        yield Hit(key, config.get(*key), what, "remove it here, and set it in the JSON")
 
 
 def referenced(config: Config, folder: Path) -> Path | None:
@@ -207,16 +203,17 @@ def stage(config: Config, json: Config | None) -> Iterator[Hit]:
     known = 2 if known is None and json is None else known
     flag = (DEEPSPEED_KEYS, "zero3_init_flag")
     if known is not None and known != 3 and config.on(*flag):
-        yield hit(flag, True, f"has no effect at stage {known:g}", "write false", "warning")
+        yield Hit(flag, True, f"has no effect at stage {known:g}", "write false", severity="warning")
     if known == 3 and config.has(*flag) and not config.on(*flag):
-        yield hit(flag, False, "every process loads the whole model before it is sharded", "write true", "warning")
+        what = "every process loads the whole model before it is sharded"
+        yield Hit(flag, False, what, "write true", severity="warning")
     if json:
         return
     param, optimizer = (DEEPSPEED_KEYS, "offload_param_device"), (DEEPSPEED_KEYS, "offload_optimizer_device")
     if known != 3 and config.get(*param) not in (None, "none"):
-        yield hit(param, config.get(*param), f"has no effect at stage {known:g}", "write zero_stage: 3, or none")
+        yield Hit(param, config.get(*param), f"has no effect at stage {known:g}", "write zero_stage: 3, or none")
     if known == 0 and config.get(*optimizer) not in (None, "none"):
-        yield hit(optimizer, config.get(*optimizer), "has no effect at stage 0", "write zero_stage: 2, or none")
+        yield Hit(optimizer, config.get(*optimizer), "has no effect at stage 0", "write zero_stage: 2, or none")
 
 
 def nvme(config: Config, folder: Path) -> Iterator[Hit]:
@@ -226,7 +223,7 @@ def nvme(config: Config, folder: Path) -> Iterator[Hit]:
         if config.get(*device) == "nvme" or config.has(*path):
             problem = "accelerate launch does not pass the NVMe path on, and would offload into a folder named none"
             at = path if config.has(*path) else device
-            yield hit(at, config.get(*at), problem, "use deepspeed_config_file with configs/zero3_nvme.json")
+            yield Hit(at, config.get(*at), problem, "use deepspeed_config_file with configs/zero3_nvme.json")
 
 
 def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
@@ -258,7 +255,7 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
         what = "accelerate stops: fsdp_cpu_ram_efficient_loading, by default true, needs it"
         yield section.hit("fsdp_sync_module_states", what, "remove it")
     if config.on("use_cpu") or str(config.get("distributed_type")).upper() == "MULTI_CPU":
-        yield hit(("use_cpu",), True, "on CPUs accelerate silently makes DDP of it", "use GPUs, or ZeRO")
+        yield Hit(("use_cpu",), True, "on CPUs accelerate silently makes DDP of it", "use GPUs, or ZeRO")
     policy, least = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper(), section.get("fsdp_min_num_params")
     if policy == "NO_WRAP":
         what = "the model is one unit, so that every process gathers all of it at once"
@@ -287,7 +284,7 @@ class _Fsdp:
         return self.config.get(FSDP, self.keys.get(name, name), default=default)
 
     def hit(self, name: str, what: str, fix: str, severity: Severity = "error") -> Hit:
-        return hit((FSDP, self.keys.get(name, name)), self.get(name), what, fix, severity)
+        return Hit((FSDP, self.keys.get(name, name)), self.get(name), what, fix, severity=severity)
 
 
 def _fsdp_values(section: _Fsdp, version: int) -> Iterator[Hit]:
@@ -350,7 +347,7 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
             continue
         size = config.get(at, name)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            yield hit((at, name), size, "must be at least 1, and a whole number", "remove it: without it it is 1")
+            yield Hit((at, name), size, "must be at least 1, and a whole number", "remove it: without it it is 1")
             return
         sizes[name.removeprefix("parallelism_config_").removesuffix("_size")] = size
     split = {name for name, size in sizes.items() if size > 1}
@@ -364,11 +361,11 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
             what = f"with distributed_type: {kind} nothing is divided by it"
             instead = f"{shard} to {sizes[name] * sizes.get('dp_shard', 1)}"
             fix = f"remove it, and set {instead}" if kind in needs["dp_shard"] else "remove parallelism_config"
-            yield hit(path, sizes[name], what, fix)
+            yield Hit(path, sizes[name], what, fix)
             return
         if kind == "FSDP" and not fsdp2:
             what = "FSDP1, the default, divides nothing by it"
-            yield hit(path, sizes[name], what, "add fsdp_version: 2 to fsdp_config")
+            yield Hit(path, sizes[name], what, "add fsdp_version: 2 to fsdp_config")
     product, count = math.prod(sizes.values()), config.number("num_processes")
     left = count / product if count else 1.0
     if sizes and left != 1:
@@ -377,7 +374,7 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
         whole = f"write num_processes: {product}"
         if fsdp2 and not split & {"dp_shard", "cp"}:
             whole += ", and write distributed_type: MULTI_GPU, and remove fsdp_config"
-        yield hit((at,), None, what, fix if left % 1 == 0 else whole)
+        yield Hit((at,), None, what, fix if left % 1 == 0 else whole)
     elif config.section(at) and fsdp2 and not split & {"dp_shard", "cp"}:
         what = "accelerate stops: FSDP2 has nothing to shard over where dp_shard and cp are 1"
         replicated = sizes.get("dp_replicate", 1)
@@ -385,13 +382,13 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
         alone = (
             "remove parallelism_config" if not split else "write distributed_type: MULTI_GPU, and remove fsdp_config"
         )
-        yield hit((at,), None, what, fix if replicated > 1 else alone)
+        yield Hit((at,), None, what, fix if replicated > 1 else alone)
     elif "dp_replicate" in split and split & {"tp", "cp"} and "dp_shard" not in split:
         path = (at, "parallelism_config_dp_replicate_size")
         what = "accelerate stops: not with tp or cp, unless dp_shard is above 1"
         sharded = f"set {shard} to {sizes['dp_replicate']}"
         fewer = f"write num_processes: {product // sizes['dp_replicate']}"
-        yield hit(path, sizes["dp_replicate"], what, f"remove it, and {sharded if kind == 'FSDP' else fewer}")
+        yield Hit(path, sizes["dp_replicate"], what, f"remove it, and {sharded if kind == 'FSDP' else fewer}")
 
 
 RULES = {
