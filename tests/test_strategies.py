@@ -33,10 +33,10 @@ def asked(name, method="full", gpu="H100", gpus=8, nodes=1, host=1800, nvme=0, f
     return plan_request(recipe, cluster(gpu, gpus, nodes, host_memory=host, nvme=nvme), fixed)
 
 
-def like_page(family, size, **changes):
+def like_page(folder, family, size, **changes):
     """Return the recipe for a model of other dimensions than a page's, as for a config.json from anywhere."""
-    config = dict(pages.page(family).SIZES[size].config) | changes
-    return model_recipe.borrowed_recipe("a model", config, "full")
+    write_json(folder / "config.json", dict(pages.page(family).SIZES[size].config) | changes)
+    return model_recipe.find(str(folder), "full")
 
 
 # What may be chosen.
@@ -154,10 +154,10 @@ def test_what_may_run_out_of_memory_is_shown_and_not_recommended():
     (tight,) = found.tight
     likely, (_, most), have = tight.gpu_gib, tight.gpu_gib_range, question.cluster.gpu.memory_gib
     assert found.best is None and likely < 0.95 * have < have < most < 1.3 * likely
-    said = suggestions.sentence(question, found)
+    said = suggestions.sentence(found)
     assert f"nothing is certain to fit; zero2.json is tight: likely {likely:.1f} GiB, but runs of its kind took" in said
     assert "\nWhat would fit: --method qlora (" in said
-    answer = table.as_json(question, found)
+    answer = table.as_json(found)
     assert answer["best"] is None and answer["plans"][0]["tight"] and not answer["plans"][0]["fits"]
     # Among all files, one that offloads fits for sure, and the faster ones that are tight stand after it.
     free = search(replace(question, fixed=frozenset()))
@@ -236,10 +236,10 @@ def test_a_global_batch_that_ranks_cannot_divide_is_raised():
 # What the field's guides say (each is asked as a person would ask it).
 
 
-def test_thirteen_billion_on_eight_80gb():
+def test_thirteen_billion_on_eight_80gb(tmp_path):
     """Llama 2 13B, full: ZeRO-3 on 8 A100 80GB is the field's answer; with less sharding it does not fit."""
     sizes = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "vocab_size": 32000}
-    recipe = like_page("llama3", "8b", **sizes, num_attention_heads=40, num_key_value_heads=40)
+    recipe = like_page(tmp_path, "llama3", "8b", **sizes, num_attention_heads=40, num_key_value_heads=40)
     assert recipe.model.parameters == 13_015_864_320
     found = search(plan_request(recipe, cluster("A100 80GB", 8)))
     assert found.best.setup.zero_stage in (2, 3) and found.best.recipe.layout == Layout()
@@ -259,7 +259,7 @@ def test_eight_billion_on_one_24gb_gpu_is_qlora():
         best = search(question).best
         assert bool(best and best.setup.offload_optimizer == "none") == fits, method
     lora = asked("llama3-8b", "full", gpu="RTX 4090", gpus=1, host=32)
-    assert "--method" in suggestions.sentence(lora, search(lora))
+    assert "--method" in suggestions.sentence(search(lora))
 
 
 def test_eight_billion_with_all_states_do_not_fit_on_one_h200(tmp_path):
@@ -274,17 +274,17 @@ def test_eight_billion_with_all_states_do_not_fit_on_one_h200(tmp_path):
     assert large.memory.gpu >= one.memory.gpu > 140 * GIB
 
 
-def test_a_trillion_parameters_need_nvme():
+def test_a_trillion_parameters_need_nvme(tmp_path):
     """On one node of 16 GPUs, as ZeRO-Infinity (arXiv:2104.07857) fine-tuned 1T: 12 x 128 x 25,600^2 weights."""
     sizes = {"hidden_size": 25600, "intermediate_size": 102400, "num_hidden_layers": 128, "num_attention_heads": 256}
-    recipe = replace(like_page("gpt_neox", "20b", **sizes), sequence_length=1024)
+    recipe = replace(like_page(tmp_path, "gpt_neox", "20b", **sizes), sequence_length=1024)
     assert recipe.model.parameters == pytest.approx(12 * 128 * 25600**2, rel=0.01)
     question = plan_request(recipe, cluster("A100 80GB", 16, host_memory=2100, nvme=28000))
     best = search(question).best
     assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.memory.nvme_gib < 28000
     without = replace(question, cluster=replace(question.cluster, nvme_gib=0))
     found = search(without)
-    assert found.best is None and "--nvme" in suggestions.sentence(without, found)
+    assert found.best is None and "--nvme" in suggestions.sentence(found)
 
 
 def test_seventy_billion_at_32k_on_512_gpus():

@@ -269,7 +269,8 @@ class Parser(argparse.ArgumentParser):
             named = len(typed) > 1 + (typed[:1] == ["auto"])  # with the variant
             if not equals:
                 value = left.pop() if left and overrides.takes(key, left[-1], named) else "true"
-            while named and left and overrides.holds_several(key) and not re.search("^-|=", left[-1]):
+            several = overrides.FOREIGN_NAMES.get(key, key) in overrides.comma_keys()
+            while several and named and left and not re.search("^-|=", left[-1]):
                 value = f"{value},{left.pop()}"
             keys.append(f"{key}={value}")
         # Keys come after the words that name a recipe.

@@ -33,13 +33,13 @@ UNEVEN = 0.1
 """Standard deviation of a machine's own speed above which it is named."""
 
 
-def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> Json:
+def as_json(result: SearchResult, workload: Workload | None = None) -> Json:
     """Return the result as `ds-recipes plan --json` prints it: plans that fit, tight plans, then rejected plans.
 
     With a workload, each plan has `hours` and `dollars`; `dollars` is None if the price of the hardware is unknown.
     """
+    request, plans = result.request, [*result.plans, *result.tight, *result.rejected]
     cluster, recipe = request.cluster, request.recipe
-    plans = [*result.plans, *result.tight, *result.rejected]
     return {
         "model": {
             "recipe": pages.typed(recipe),
@@ -100,7 +100,6 @@ def command(recipe: Recipe, cluster: Cluster) -> str:
 
 
 def show(
-    request: PlanRequest,
     result: SearchResult,
     console: Console,
     explain: bool,
@@ -108,7 +107,7 @@ def show(
     remarks: Iterable[str] = (),
 ) -> None:
     """Print the table, then the best plan's memory as a bar, its reasons, notes and command."""
-    possible = [*result.plans, *result.tight]
+    request, possible = result.request, [*result.plans, *result.tight]
     plans = [*(possible if explain else shown(possible)), *(result.rejected if explain or not possible else ())]
     planned = replace(request, recipe=plans[0].recipe) if plans else request
     console.print(f"{asked(planned)}, on {hardware_in_words(request.cluster)}")

@@ -251,11 +251,6 @@ def takes(key: str, text: str, named: bool) -> bool:
     return not text.startswith("--") and (hint is not None or "=" not in text)
 
 
-def holds_several(key: str) -> bool:
-    """Return whether a key, ours or another tool's, takes several values."""
-    return FOREIGN_NAMES.get(key, key) in comma_keys()
-
-
 def keys_of(assignments: Iterable[str]) -> list[str]:
     """Return the keys of `key=value` assignments."""
     return [assignment.partition("=")[0] for assignment in assignments]

@@ -74,18 +74,18 @@ def main(words: Sequence[str] | None = None) -> int:
     request = result.request
     remark = model_recipe.remark(arguments.model)
     if arguments.json:
-        found = table.as_json(request, result, work)
+        found = table.as_json(result, work)
         print(json.dumps(found | {"model": found["model"] | {"remark": remark}}, indent=2))
     else:
         if remark:
             print(remark)
         remarks = _remarks(arguments, request, result, work)
-        table.show(request, result, console(), arguments.explain, work, remarks)
+        table.show(result, console(), arguments.explain, work, remarks)
         asked = any(suggestions.is_layout_key(key) for key in overrides.keys_of(arguments.overrides))
-        if asked and (rank := suggestions.asked_compared(request, result)):
+        if asked and (rank := suggestions.asked_compared(result)):
             print(f"\n{rank}")
     if result.best is None:
-        print(f"{program('plan')}: {suggestions.sentence(request, result)}", file=sys.stderr)
+        print(f"{program('plan')}: {suggestions.sentence(result)}", file=sys.stderr)
         return 1
     if arguments.write:
         try:

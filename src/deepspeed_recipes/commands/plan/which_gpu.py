@@ -56,7 +56,7 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     first = shown[0]
     on_first = strategies.plan_request(recipe, first.cluster, keys, work.document_length)
     if arguments.json:
-        found = table.as_json(on_first, strategies.search(on_first), work)
+        found = table.as_json(strategies.search(on_first), work)
         print(json.dumps(found | {"which_gpu": _as_json(shown, least, work)}, indent=2))
         return 0
     console.print(f"{table.asked(on_first)}, {work.tokens:,.0f} tokens")

@@ -55,11 +55,10 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
     """
     fixed = frozenset(given) - {"deepspeed"}
     sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
-    request = plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed, document_length)
-    result = search(request)
+    result = search(plan_request(replace(recipe, layout=Layout(**sizes)), cluster, fixed, document_length))
     for plan in (*result.plans, *result.tight):
         return plan.recipe
-    raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(request, result)}")
+    raise UserError(f"deepspeed={AUTO}: {suggestions.sentence(result)}")
 
 
 def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
@@ -80,7 +79,7 @@ def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = N
     if result.best:
         hint = f"What fits: {' '.join(overrides.differences(recipe, result.best.recipe))}"
     else:
-        hint = suggestions.sentence(request, result).rstrip(".")
+        hint = suggestions.sentence(result).rstrip(".")
     raise UserError(f"this run needs {' and '.join(plan.shortfalls)}.\n{hint}; or start it anyway: --no-plan")
 
 

@@ -70,6 +70,9 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     """Return the recipe that trains a model with a method, with the model's dimensions.
 
+    A model without a page borrows that of the nearest architecture and size (`nearest`): data, rates and batch are a
+    starting point. If the architecture differs, attention and chat template are not borrowed.
+
     Args:
         name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
         method: a variant of the model's page, or of the nearest page if the model has none.
@@ -86,7 +89,17 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         page = f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
         fix = page if alike else "it cannot be trained"
         raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan accepts it; {fix}.")
-    return borrowed_recipe(name, config, method)
+    inner, path = decoders.decoder_of(config), Path(name).expanduser()
+    recipe = nearest(inner, method)
+    if path.is_file() and path.name != "config.json":
+        raise UserError(
+            f"{name}: a model is a folder with a config.json; move this file to a folder of its own, as config.json."
+        )
+    where = str(path.parent if path.is_file() else path) if path.exists() else name
+    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=inner)
+    if inner["model_type"] != recipe.model.config["model_type"]:
+        model = replace(model, attention="auto", chat_template="auto")
+    return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))
 
 
 def config_of(name: str) -> Json | None:
@@ -217,22 +230,3 @@ def check_sizes(config: JsonView, name: str) -> None:
             raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
         if value > most:
             raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
-
-
-def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
-    """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest`).
-
-    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own. If the architecture
-    differs, attention and chat template are not borrowed either.
-    """
-    inner, path = decoders.decoder_of(config), Path(name).expanduser()
-    recipe = nearest(inner, method)
-    if path.is_file() and path.name != "config.json":
-        raise UserError(
-            f"{name}: a model is a folder with a config.json; move this file to a folder of its own, as config.json."
-        )
-    where = str(path.parent if path.is_file() else path) if path.exists() else name
-    model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=inner)
-    if inner["model_type"] != recipe.model.config["model_type"]:
-        model = replace(model, attention="auto", chat_template="auto")
-    return replace(recipe, model=model, sequence_length=int(min(recipe.sequence_length, positions(inner))))

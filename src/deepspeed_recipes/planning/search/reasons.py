@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...recipe.layout import bubble
@@ -67,12 +68,8 @@ def _leanest(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    setup, have, lean = plan.setup, request.cluster.gpu.memory_gib, _leanest(plan.setup)
-
-    def need(**changes: Any) -> float:
-        return _gpu_gib(request, lean, **changes)
-
-    would = "a GPU would need {:,.0f} GiB".format
+    setup, have = plan.setup, request.cluster.gpu.memory_gib
+    need, would = partial(_gpu_gib, request, _leanest(setup)), "a GPU would need {:,.0f} GiB".format
     if setup.quantized:
         yield f"4-bit weights, because in bf16 {would(need(quantized=False))}"
     if setup.offload_optimizer != "none":

@@ -22,8 +22,9 @@ Changes = Iterator[tuple[str, PlanRequest]]
 """Changes as options of ds-recipes plan, each with the changed request, the smallest change first."""
 
 
-def sentence(request: PlanRequest, result: SearchResult) -> str:
+def sentence(result: SearchResult) -> str:
     """Return which plan comes closest to fitting, and which changes would make one fit."""
+    request = result.request
     recipe, fixed = request.recipe, sorted(request.fixed)
     if not result.tight and not result.rejected:
         batch, gpus = recipe.global_batch_size, request.cluster.gpus
@@ -189,12 +190,13 @@ def is_layout_key(key: str) -> bool:
     return key == "deepspeed" or key.startswith("layout.")
 
 
-def asked_compared(request: PlanRequest, result: SearchResult) -> str | None:
+def asked_compared(result: SearchResult) -> str | None:
     """Return how the best plan with the requested layout compares with the plans of an unrestricted search.
 
     None if no unrestricted plan is faster, or if nothing fits.
     """
-    free = search(replace(request, fixed=frozenset(key for key in request.fixed if not is_layout_key(key))))
+    fixed = frozenset(key for key in result.request.fixed if not is_layout_key(key))
+    free = search(replace(result.request, fixed=fixed))
     first, own = free.best, next(iter((*result.plans, *result.tight)), None)
     if first is None or (own and own.speed >= first.speed):
         return None
