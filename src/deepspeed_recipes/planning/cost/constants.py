@@ -225,11 +225,20 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
         hooks = max(0.0, hooks - latency)  # it contains the collective that gathers the layer
         received = (machine.ranks - 1) / machine.ranks * machine.sizes["message"]
         link = received / max(1e-9, gather - latency) / (gpu.pcie_gbs * 1e9)
+    # A layer's element-wise operations take what its passes take beyond its products, its attention and Python; their
+    # bytes are the engine's count, in bf16.
+    hidden, inner, heads, kept, sequences, length = machine.sizes["wide"].values()
+    tokens, weights = sequences * length, hidden * (hidden * (2 + 2 * kept / heads) + 3 * inner)
+    rest = sum(seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
+    rest -= 6 * tokens * weights / rate + (1 + COUNTS.backward_launches) * launches
+    rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
+    moved = 3 * 2 * tokens * (assumed.passes * weights / hidden + COUNTS.residual * hidden)
+    moved_per_second = moved / max(rest, moved * seconds["copy"] / (2 * machine.sizes["copy"]))
     return replace(
         assumed,
         matmul=rate / (gpu.bf16_tflops * 1e12),
         waves=0.0,
-        memory=_elementwise(machine, dtype, rate, launches, assumed.passes, cpu) / (gpu.memory_gbs * 1e9),
+        memory=moved_per_second / (gpu.memory_gbs * 1e9),
         link=link,
         peer=0.0,
         latency=latency,
@@ -245,17 +254,3 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
         cpu=cpu,
         measured=True,
     )
-
-
-def _elementwise(machine: Machine, dtype: str, rate: float, launches: float, passes: float, cpu: Cpu) -> float:
-    """Return the bytes per second of a layer's element-wise operations, by the engine's count of bytes in bf16.
-
-    They are what the passes of a layer take beyond its products, its attention and Python.
-    """
-    hidden, inner, heads, kept, sequences, length = machine.sizes["wide"].values()
-    tokens, weights = sequences * length, hidden * (hidden * (2 + 2 * kept / heads) + 3 * inner)
-    rest = sum(machine.seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
-    rest -= 6 * tokens * weights / rate + (1 + COUNTS.backward_launches) * launches
-    rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
-    moved = 3 * 2 * tokens * (passes * weights / hidden + COUNTS.residual * hidden)
-    return float(moved / max(rest, moved * machine.seconds["copy"] / (2 * machine.sizes["copy"])))
