@@ -470,9 +470,7 @@ UNREAD = {
     "pretrain data.max_new_tokens=9 data.roles=a:user data.join_turns=true": [
         *("data.join_turns", "data.max_new_tokens", "data.roles")
     ],
-    "dpo_lora data.max_new_tokens=9 data.sample_answers=2 data.roles=a:user": [
-        *("data.max_new_tokens", "data.sample_answers")
-    ],
+    "dpo_lora data.max_new_tokens=9 data.roles=a:user": ["data.max_new_tokens"],
     "embed data.roles=a:user": ["data.roles"],
     "full data.max_new_tokens=9 data.sample_answers=2 data.roles=a:user": [],
     "distill distill.beta=0.3 distill.max_new_tokens=9": ["distill.beta", "distill.max_new_tokens"],
