@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, sizes, write_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import (
+    CHECK_FAILED,
+    COMPLETE,
+    RunFolder,
+    model_of,
+    sizes,
+    write_json,
+    write_recipe,
+)
 from deepspeed_recipes.training import distributed, export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.checkpoint import digests
@@ -78,6 +86,18 @@ def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys
     assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "damaged")]) == 2
     assert f"{WEIGHTS} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "damaged").exists()
+
+
+def test_an_export_from_before_a_run_went_on_is_said_to_be_older(checkpoint, capsys):
+    run = RunFolder(checkpoint.parents[1])
+    run.export.mkdir()
+    assert model_of(run) == run.export and not capsys.readouterr().err, "the checkpoint is as old"
+    os.utime(checkpoint, (time.time() + 60,) * 2)
+    assert model_of(run) == run.export
+    said = f"warning: {run.export} is from before this run was resumed; newer: {checkpoint}\n"
+    assert capsys.readouterr().err == said
+    write_json(run.summary, {"stopped": None})
+    assert model_of(run) == run.export and not capsys.readouterr().err, "the run has finished"
 
 
 def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoint, tmp_path, capsys):

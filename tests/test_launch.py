@@ -28,7 +28,7 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from tests import ROOT
-from tests.conftest import shared_buffers
+from tests.conftest import conversation, shared_buffers
 from tests.launching import LAUNCH
 
 
@@ -255,6 +255,13 @@ def test_mistakes_get_a_line_and_leave_nothing_behind(mistake, tmp_path, refused
     said = refused(*arguments)
     assert hint in said and len(said.strip().splitlines()) <= 3
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_among_its_data_is_refused(tmp_path, refused):
+    (tmp_path / "a.jsonl").write_text(json.dumps(conversation("a?", "Yes.")) + "\n")
+    said = refused("tiny", "full", "data.path=.", "--output-dir", "run", "--dry-run")
+    assert f"{tmp_path / 'run'}: the run would be inside {tmp_path}, whose files are all read as data" in said
+    assert "would be inside" not in refused("tiny", "full", "data.path=a.jsonl", "--output-dir", "run", "max_steps=-1")
 
 
 def test_a_mistake_ends_the_script_with_status_2(tmp_path):

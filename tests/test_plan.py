@@ -17,6 +17,7 @@ from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import forecast
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import TYPED
 from deepspeed_recipes.recipe.run_folder import read_json
 from tests import ROOT
@@ -132,6 +133,17 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     recipe, _ = json.JSONDecoder().raw_decode(shown := capsys.readouterr().out, shown.index("\n{\n") + 1)
     assert recipe["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
     assert Path(recipe["deepspeed"]).exists()
+
+
+@pytest.mark.parametrize("name", ["launch.sh", "deepspeed.json"])
+def test_a_plan_replaces_only_what_a_plan_has_written(tmp_path, name, capsys):
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(UserError, match=f"has a {name} that no plan has written"):
+        plan.main(["qwen3-0.6b", *EIGHT, "--write", str(tmp_path)])
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["precious"]
+    (tmp_path / name).unlink()
+    for _ in range(2):
+        assert plan.main(["qwen3-0.6b", *EIGHT, "--write", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

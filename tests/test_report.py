@@ -289,6 +289,7 @@ def test_mistakes_are_one_line_and_status_2(run, tmp_path, capsys):
         ([str(run.path), str(pairs.path)], "cannot be compared"),
         ([str(run.path), str(run.path)], "named twice"),
         ([str(run.path), "--output", str(tmp_path)], "a folder, not a file"),
+        ([str(run.path), "--output", str(run.metrics)], "exists, and is not HTML"),
     ):
         assert main.run("report", words) == 2, words
         lines = capsys.readouterr().err.strip().splitlines()

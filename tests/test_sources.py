@@ -231,6 +231,21 @@ def test_the_hub_without_a_network_says_what_to_do(tmp_path):
         sources.read("someone/data", small(tmp_path, "someone/data"))
 
 
+def test_links_that_are_not_read_are_named_and_a_folder_without_splits_is_all_of_train(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(lines([conversation("a?", "Yes.")]))
+    (source,) = sources.read(str(folder), small(tmp_path, folder))
+    assert sources.unread_files(source, small(tmp_path, folder).data) == []
+    (folder / "b.jsonl").symlink_to(tmp_path / "absent.jsonl")
+    (folder / "more").symlink_to(tmp_path)
+    (warning,) = sources.unread_files(source, small(tmp_path, folder).data)
+    assert warning == f"warning: {folder}: links to folders or to nothing are not read: b.jsonl, more."
+    recipe = small(tmp_path, folder)
+    with pytest.raises(UserError, match="no file is named for a split, so all are of the split train"):
+        sources.read(str(folder), replace(recipe, data=replace(recipe.data, split="test")))
+
+
 def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, monkeypatch):
     folder, cache = tmp_path / "files", tmp_path / "cache"
     folder.mkdir()

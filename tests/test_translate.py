@@ -629,6 +629,23 @@ def test_what_a_list_of_data_sets_says_is_used_or_named(place):
         translate.translate(written(place, '{"stage": "sft", "stage": "pt"}', "theirs.json"), 1)
 
 
+def test_columns_and_tags_of_held_out_data_count_too(place):
+    tags = {"observation_tag": "result", "function_tag": "ask", "role_tag": "from", "user_tag": "customer"}
+    held = {"file_name": "ours.jsonl", "formatting": "sharegpt", "columns": {"messages": "chat"}, "tags": tags}
+    entries = {"ours": {"file_name": "ours.jsonl", "columns": {"prompt": "question"}}, "held": held}
+    (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
+    found = translate.translate(
+        written(place, yaml.safe_dump(FACTORY | {"dataset": "ours", "eval_dataset": "held"})), 1
+    )
+    assert found.overrides["data.columns"] == "question:instruction,chat:conversations" and not found.missing
+    assert found.overrides["data.roles"] == "customer:user,result:tool,ask:function_call"
+    theirs = FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}
+    assert (
+        "hqq: base weights"
+        in translate.translate(written(place, yaml.safe_dump(theirs)), 1).missing["quantization_method"]
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "warmup", "ignored"),
     [

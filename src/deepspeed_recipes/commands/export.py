@@ -24,7 +24,7 @@ from pathlib import Path
 from ..export.quantize import DROP, names
 from ..machine import children
 from ..recipe.errors import UserError
-from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
+from ..recipe.run_folder import RunFolder, model_of
 from .main import Parser, check_least
 
 
@@ -125,20 +125,7 @@ def find_model(source: Path) -> Path:
     source = source.resolve()
     if not source.is_dir():
         raise UserError(f"{source}: no such folder.")
-    run = RunFolder(source)
-    if not run.recipe.exists():
-        return source
-    if run.export.exists():
-        return run.export
-    if (run.unverified / CHECK_FAILED).exists():
-        raise UserError(
-            f"{source}: the export of this run failed its check: after reloading, its logits differ from the trained "
-            f"model's ({run.unverified / CHECK_FAILED}). Name a checkpoint to export that instead."
-        )
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None:
-        raise UserError(f"{source}: this run has neither an export nor a complete checkpoint yet.")
-    return checkpoint
+    return model_of(RunFolder(source)) if RunFolder(source).recipe.exists() else source
 
 
 def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:

@@ -12,7 +12,7 @@ token: `hf auth login`, or HF_TOKEN.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..recipe.run_folder import RunFolder
+from ..recipe.run_folder import RunFolder, model_of
 from .main import Parser
 
 
@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from ..export import push
 
-    folder = RunFolder(options.folder).export if RunFolder(options.folder).recipe.exists() else options.folder
+    run = RunFolder(options.folder)
+    folder = run.export if run.recipe.exists() else options.folder
+    if folder.exists() and folder == run.export:
+        model_of(run)  # says whether it is older than the run
     push.check_name(options.name)
     files = push.files(folder)
     print(push.show(folder, options.name, files, options.private), flush=True)

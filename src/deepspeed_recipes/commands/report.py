@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.runs:
             raise UserError(f"--output {options.output}: name the run folders that the report is of.")
         files.check_writable("--output", options.output)
+        held = options.output.read_bytes()[:14].lower() if options.output.is_file() else b""
+        if held not in (b"", b"<!doctype html"):
+            raise UserError(f"--output {options.output}: exists, and is not HTML; choose another name.")
     if options.index:
         if not runs().is_dir():
             raise UserError(f"{runs()}: no such folder, so there are no runs to list.")

@@ -280,7 +280,7 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
         reading = formats.reading_of(recipe.data)
         formats.refuse_unknown_columns(reading, rows)
         rows = (text_files.read(file, lambda _: None) for file in chain(*known_files))
-        if listed and (unused := formats.unused_roles(reading, rows)):
+        if unused := formats.unused_roles(reading, rows):
             print(f"data.roles: no turn has the role {' or '.join(sorted(unused))}", flush=True)
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()

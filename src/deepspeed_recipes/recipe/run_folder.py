@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -296,6 +297,26 @@ def checkpoints(run: RunFolder) -> list[Path]:
 def newest_checkpoint(run: RunFolder) -> Path | None:
     """Return the complete checkpoint with the highest step, or None."""
     return next(complete_checkpoints(run), None)
+
+
+def model_of(run: RunFolder) -> Path:
+    """Return the folder of a run's model, its export or its newest complete checkpoint; say if the export is older.
+
+    UserError if there is neither, or if the export failed its check.
+    """
+    newest = newest_checkpoint(run)
+    if run.export.exists():
+        if newest and not is_finished(run) and newest.stat().st_mtime > run.export.stat().st_mtime:
+            print(f"warning: {run.export} is from before this run was resumed; newer: {newest}", file=sys.stderr)
+        return run.export
+    if (run.unverified / CHECK_FAILED).exists():
+        raise UserError(
+            f"{run.path}: the export of this run failed its check: after reloading, its logits differ from the trained "
+            f"model's ({run.unverified / CHECK_FAILED}). Name a checkpoint instead."
+        )
+    if newest is None:
+        raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
+    return newest
 
 
 def complete_checkpoints(run: RunFolder) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from ...planning.search.plans import Plan
 from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.files import text_of
-from ...recipe.recipe import Recipe, changed
+from ...recipe.recipe import Recipe, changed, names
 from ...recipe.run_folder import RunFolder, read_json
 from ...recipe.sections import Lora
 from ...report.profiler import window
@@ -105,6 +105,14 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
         if estimate:
             print(forecast.line(estimate), flush=True)
     folder = request.folder or run_folder.new(located, options.output_dir)
+    for name in (*names(located.data.path), *names(located.data.validation)):
+        inside = folder.path.is_relative_to(name)
+        read = text_files.files_of(Path(name), located.data.split)[0] if inside else ()
+        if any(text_files.suffix(file) != ".arrow" for file in read):  # of a saved data set, others are not read
+            raise UserError(
+                f"{folder.path}: the run would be inside {name}, whose files are all read as data; choose another "
+                "--output-dir, or name the files in data.path."
+            )
     places = {"--output-dir": str(folder.path), "data.path": located.data.path, "model.path": located.model.path}
     if options.slurm and (own := [key for key, paths in places.items() if re.search("(^|,)/(tmp|dev/shm)/", paths)]):
         print(

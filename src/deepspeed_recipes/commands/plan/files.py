@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -15,9 +16,13 @@ from ...planning.search.reasons import why
 from ...planning.search.strategies import template
 from ...recipe import files
 from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
+from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.project import CONFIGS, TYPED
 from ...recipe.run_folder import write_json
+
+OURS = re.compile(r"#!/bin/sh\n# \d+ GPUs?\. ")
+"""How a script that a plan has written begins."""
 
 
 def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
@@ -27,7 +32,10 @@ def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    resolved = folder / "deepspeed.json"
+    resolved, script = folder / "deepspeed.json", folder / "launch.sh"
+    ours = script.is_file() and OURS.match(script.read_text(encoding="utf-8", errors="replace"))
+    if kept := [file.name for file in (resolved, script) if file.exists() and not ours]:
+        raise UserError(f"--write {folder}: has a {kept[0]} that no plan has written; choose another folder.")
     files.write_text(resolved, dumps(for_engine(request, plan)))
     recipe = plan.recipe
     shipped, content = CONFIGS / recipe.deepspeed, template(recipe.deepspeed, plan.cluster).content
@@ -47,7 +55,6 @@ def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
         start = start.replace(f"--hostfile {table.HOSTS}", '--hostfile "$hosts"')
     if checkout := os.environ.get(TYPED):  # the folder in which `python scripts/launch.py` works
         lines.append(f"cd {shlex.quote(checkout)} || exit")
-    script = folder / "launch.sh"
     files.write_text(script, "\n".join([*lines, f'{start} "$@"', ""]))
     script.chmod(0o755)
     print(f"written: {resolved}, {script}", file=sys.stderr)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...recipe.errors import UserError, redact
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint, read_recipe
+from ...recipe.run_folder import RunFolder, model_of, read_recipe
 from ...training import server
 from ...training.model_folder import base_model, record, weights
 from ...training.server import Server
@@ -36,16 +36,7 @@ def find(name: str, model: str | None) -> Candidate:
         raise UserError(f"{name}: no such folder.")
     place = place.resolve()
     run = next((RunFolder(one) for one in (place, *place.parents[:2]) if RunFolder(one).recipe.exists()), None)
-    if run is None or run.path != place:
-        folder = place
-    elif run.export.exists():
-        folder = run.export
-    elif (run.unverified / CHECK_FAILED).exists():
-        raise UserError(f"{run.path}: the export of this run failed its check; name a checkpoint instead.")
-    elif checkpoint := newest_checkpoint(run):
-        folder = checkpoint
-    else:
-        raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
+    folder = model_of(run) if run and run.path == place else place
     if not any((folder / file).exists() for file in ("config.json", base_model.ADAPTER)):
         raise UserError(f"{name}: has neither a model nor an adapter; a run's model is in its export/.")
     weights.check_intact(folder)

@@ -387,7 +387,11 @@ def unread_files(source: Source, data: Data, images: bool = False) -> list[str]:
     if not folder.is_dir() or any((folder / state).exists() for state in text_files.SAVED):
         return []
     warnings, chosen = [], _files(folder, split)
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    below = sorted(one for one in folder.rglob("*") if not one.name.startswith("."))
+    files = [one for one in below if one.is_file()]
+    if links := [str(one.relative_to(folder)) for one in below if one.is_symlink() and not one.is_file()]:
+        named = f"{', '.join(links[:NAMED_FILES])}{weights.more(links, NAMED_FILES)}"
+        warnings.append(f"warning: {source.name}: links to folders or to nothing are not read: {named}.")
     others = set(files) - {file.resolve() for file in chosen} - set(chosen) - read
     left = [file for file in files if file in others and ("text" in source.forms or not NOTES.match(file.name))]
     if left and not images:

@@ -33,6 +33,8 @@ ENTRY = (
     *("ranking", "subset", "split", "folder", "num_samples", "columns", "tags"),
 )
 """The keys of a data set in dataset_info.json."""
+TAGS = {role: role for role in ("user", "assistant", "system")} | {"observation": "tool", "function": "function_call"}
+"""Our roles by those of its tags."""
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
@@ -98,6 +100,9 @@ def _method(found: Translation) -> None:
     if kind == "lora":
         bits = found.take("quantization_bit")
         found.adapter = "dora" if found.given("use_dora") else "qlora" if bits == 4 else "lora"
+        method = found.values.get("quantization_method")
+        if found.given("quantization_method") and method not in ("bnb", "bitsandbytes"):
+            found.lack("quantization_method", f"{method}: base weights are in bitsandbytes' 4 bits (nf4) or whole")
         if bits == 4:
             found.set("model.quantization", "nf4", "quantization_bit")
         elif bits:
@@ -184,6 +189,7 @@ def _data(found: Translation, place: Path) -> None:
     if "dataset_dir" in found.values:
         found.unneeded["dataset_dir"] = "data.path names the files"
     known = next((base for base in (folder, place / folder) if (base / "dataset_info.json").is_file()), None)
+    renamed, roles = dict[str, str](), dict[str, str]()  # of both: data.columns and data.roles change them alike
     for name, key in (("dataset", "data.path"), ("eval_dataset", "data.validation")):
         named = found.take(name)
         if not named:
@@ -192,16 +198,24 @@ def _data(found: Translation, place: Path) -> None:
         if known is None:
             found.lack(name, f"{folder}/dataset_info.json is not here; give {key}=FILE")
         else:
-            _sources(found, name, key, known, words)
+            _sources(found, name, key, known, words, renamed, roles)
     trainer.held_out_share(found, "val_size")
     if found.given("max_samples") and "," in str(found.values.get("dataset", "")):
         found.remarks.append("max_samples: the number is of all data sets together, not of each")
 
 
-def _sources(found: Translation, name: str, key: str, folder: Path, words: list[str]) -> None:
-    """Find the files and columns of the data sets named in dataset_info.json."""
+def _sources(
+    found: Translation,
+    name: str,
+    key: str,
+    folder: Path,
+    words: list[str],
+    renamed: dict[str, str],
+    roles: dict[str, str],
+) -> None:
+    """Find the files and columns of the data sets named in dataset_info.json; adds to `renamed` and `roles`."""
     listed = read_json(folder / "dataset_info.json")
-    paths, renamed, roles = [], {}, dict[str, str]()
+    paths, before = [], (dict(renamed), dict(roles))
     for word in words:
         if word not in listed:
             found.lack(f"{name}: {word}", f"not in {folder / 'dataset_info.json'}; give {key}=FILE")
@@ -228,9 +242,9 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
             usual["prompt"] = "text"
         if entry.get("formatting") == "sharegpt" and entry.get("tags", {}).get("role_tag") == "role":
             usual["messages"] = "messages"
-        for role in ("user", "assistant", "system"):
-            tag = str(entry.get("tags", {}).get(f"{role}_tag") or role)
-            if ROLES.get(tag.lower()) != role:
+        for theirs, role in TAGS.items():
+            tag = str(entry.get("tags", {}).get(f"{theirs}_tag") or role)
+            if ROLES.get(tag.lower()) != ROLES[role]:
                 roles[tag] = role
         for field, common in (("role", ("role", "from")), ("content", ("content", "value"))):
             if (tag := entry.get("tags", {}).get(f"{field}_tag")) and tag not in common:
@@ -244,9 +258,9 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.note("dataset_dir", key)
     if paths:
         found.set(key, ",".join(paths), name)
-    if roles and key == "data.path":
+    if roles != before[1]:
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), name)
-    if renamed and key == "data.path":
+    if renamed != before[0]:
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
         named = [listed[word].get("columns", {}).values() for word in words if word in listed]
         found.note_shared_names(renamed, named)
