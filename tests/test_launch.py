@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from datasets import Dataset, DatasetDict
 
 from deepspeed_recipes.commands import launch as launch_command
+from deepspeed_recipes.commands.launch import plan as launch_plan
+from deepspeed_recipes.launching.options import LaunchOptions
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import (
@@ -255,6 +258,21 @@ def test_mistakes_get_a_line_and_leave_nothing_behind(mistake, tmp_path, refused
     said = refused(*arguments)
     assert hint in said and len(said.strip().splitlines()) <= 3
     assert not list(tmp_path.iterdir())
+
+
+def test_variables_of_wandb_are_settings_unless_others_are_given(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    monkeypatch.setenv("WANDB_TAGS", "a,b")
+    ours = LaunchOptions("tiny", "full", ("wandb.project=mine", "tracking=wandb"))
+    wandb = launch_plan.requested(ours).recipe.wandb
+    assert (wandb.mode, wandb.project, wandb.tags) == ("offline", "mine", "a,b")
+    assert capsys.readouterr().err == "WANDB_MODE: wandb.mode=offline\nWANDB_TAGS: wandb.tags=a,b\n"
+    without = launch_plan.requested(replace(ours, overrides=("tracking=none",)))
+    assert without.recipe.wandb.mode == "online" and not capsys.readouterr().err
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    with pytest.raises(UserError, match=r"wandb\.mode=shared"):
+        launch_plan.requested(ours)
 
 
 def test_a_run_among_its_data_is_refused(tmp_path, refused):

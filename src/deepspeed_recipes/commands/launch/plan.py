@@ -1,5 +1,6 @@
 """Plans a run: everything that is decided and checked before the first file is written or the first rank starts."""
 
+import os
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -133,6 +134,16 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     return LaunchPlan(options, recipe, folder, machines, estimate)
 
 
+OF_WANDB = {
+    "WANDB_MODE": "wandb.mode",
+    "WANDB_PROJECT": "wandb.project",
+    "WANDB_ENTITY": "wandb.entity",
+    "WANDB_NAME": "wandb.name",
+    "WANDB_RUN_GROUP": "wandb.group",
+    "WANDB_JOB_TYPE": "wandb.job_type",
+    "WANDB_TAGS": "wandb.tags",
+}
+"""W&B's environment variables, which its library does not read where it is given a value, and our keys."""
 ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -172,6 +183,12 @@ def requested(options: LaunchOptions) -> Request:
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     keys = overrides.keys_of(options.overrides)
+    for variable, key in OF_WANDB.items() if "wandb" in names(recipe.tracking) else ():
+        value = {"dryrun": "offline", "run": "online"}.get(given := os.environ.get(variable, ""), given)
+        if value and key not in keys:
+            before, recipe = recipe, overrides.apply(recipe, [f"{key}={value}"])
+            if recipe != before:
+                print(f"{variable}: {key}={value}", file=sys.stderr, flush=True)
     if not folder:
         recipe = with_own_split(recipe, keys)
     before, lora = page.lora or Lora(), recipe.lora
