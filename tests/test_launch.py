@@ -248,6 +248,11 @@ MISTAKES = {
     "config without its ending": (["tiny", "full", "deepspeed=zero33"], "Did you mean zero3.json?"),
     "data": (["tiny", "full", "data.path=missing.jsonl"], "missing.jsonl"),
     "model": (["tiny", "full", "model.path=./missing"], "./missing"),
+    "modules": (["tiny", "lora", "lora.target_modules=q_prj"], "has no module q_prj; it has down_proj, embed_tokens"),
+    "parameters": (
+        ["olmoe", "lora", "--draft", "lora.target_parameters=mlp.experts.up"],
+        "the model has no parameter mlp.experts.up; it has down_proj, gate_up_proj, weight.",
+    ),
     "nothing to resume": (["tiny", "full", "--resume", "--output-dir", "nowhere"], "nothing to resume"),
 }
 

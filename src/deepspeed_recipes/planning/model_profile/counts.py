@@ -34,20 +34,22 @@ def teacher_parameters(recipe: Recipe) -> int:
 def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:
     """Refuse names that the model does not have, if its dimensions are known.
 
-    `lora.target_modules` is checked if the user has `given` it: building the model takes seconds.
+    `lora.target_modules` and `lora.target_parameters` are checked if the user has `given` them: building the model
+    takes seconds.
     """
     trained_share(recipe)
     saved_parameters(recipe)
-    targets = names(recipe.lora.target_modules) if recipe.lora and "lora.target_modules" in given else []
-    if targets in ([], ["all-linear"]) or not recipe.model.config or recipe.model.vision:
-        return
-    modules = {name.rpartition(".")[0] for name in _counts(recipe)}
-    for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in modules):
-            known = ", ".join(sorted({module.rpartition(".")[2] for module in modules if "norm" not in module}))
-            raise UserError(
-                f"lora.target_modules={','.join(targets)}: the model has no module {target}; it has {known}."
-            )
+    lora = recipe.lora if recipe.model.config and not recipe.model.vision else None
+    for key, text in (("modules", lora and lora.target_modules), ("parameters", lora and lora.target_parameters)):
+        if f"lora.target_{key}" not in given or text in (None, "all-linear"):
+            continue
+        known = {name if key == "parameters" else name.rpartition(".")[0] for name in _counts(recipe)}
+        for target in names(text):
+            if not any(f".{name}".endswith(f".{target}") for name in known):
+                ends = sorted({name.rpartition(".")[2] for name in known if "norm" not in name})
+                raise UserError(
+                    f"lora.target_{key}={text}: the model has no {key[:-1]} {target}; it has {', '.join(ends)}."
+                )
 
 
 def trained_share(recipe: Recipe) -> float:
