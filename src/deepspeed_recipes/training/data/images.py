@@ -8,6 +8,7 @@ since text needs none.
 import base64
 import importlib.util
 import io
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -58,10 +59,13 @@ def converted(
 
     for example in formats.converted(bare(), method, form, bad, first):
         where, pictures = latest
-        turns = [
-            {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn
-            for turn in example["messages"]
-        ]
+        turns = []
+        for turn in example["messages"]:
+            if HERE in (turn.get("content") or ""):
+                pieces = filter(None, re.split(f"({HERE})", turn["content"]))
+                parts = [{"type": "image"} if one == HERE else {"type": "text", "text": one} for one in pieces]
+                turn = {**turn, "content": parts}
+            turns.append(turn)
         yield {**example, "messages": turns, "images": pictures, "where": where}
 
 
@@ -164,14 +168,6 @@ def picture(where: str, source: object, folder: Path | None) -> Picture:
             raise UserError(f"{where} is a relative path ({source}) in data without a folder; give bytes.")
         path = folder / path
     return {"path": str(path), "bytes": None}
-
-
-def _parts(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(HERE)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": piece}] if piece else []
-    return parts
 
 
 if TYPE_CHECKING:

@@ -147,14 +147,13 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     bad = text_files.BadExamples(formats.column_fields(recipe.data.columns))
     located = formats.prepared(_located(name, recipe.data.split, True, None if streaming else bad), reading, bad)
     try:
-        where, example, form = formats.first_form(located, recipe.method.name, recipe.data.form)
+        first = formats.first_form(located, recipe.method.name, recipe.data.form)
     except UserError as error:
-        if str(error) == formats.NO_EXAMPLES and bad.count:
-            raise bad.error(0) from None
-        if str(error) == formats.NO_EXAMPLES:
-            keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
-            error = UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
         raise UserError(bad.advised(error)) from None
+    if first is None:
+        keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
+        raise bad.error(0) if bad.count else UserError(f"{name}: contains no examples{keeps}.")
+    where, example, form = first
     found: turns.Example = {
         "name": name,
         "split": recipe.data.split,

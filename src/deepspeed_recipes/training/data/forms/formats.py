@@ -77,7 +77,6 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
 }
 """Each form's kind of examples, and the fields that identify it."""
 
-NO_EXAMPLES = "contains no examples."
 TRIED = 1000
 """Examples that are tried to find the form of a source, whose first examples may be bad."""
 AHEAD = 100
@@ -287,8 +286,12 @@ def form_or_none(where: str, example: Example, method: str, asked: str = "auto")
 def _converted(where: str, given: Example, method: str, form: str) -> Example:
     kind = METHODS[method].examples
     example = keys.with_usual_names(where, given)
-    if kind != "texts":
-        keys.refuse_media(where, example)
+    media = next((name for name in keys.MEDIA if example.get(name) not in keys.EMPTY), None)
+    if media and kind != "texts":  # a model that does not receive them would learn to make answers up
+        holds = "images, which only recipes with model.vision=true read, such as tiny_vision's"
+        if not media.startswith("image"):
+            holds = f"{'sound' if media.startswith('audio') else 'video'}, which no recipe reads"
+        raise UserError(f"{where}: {media!r} holds {holds}; remove the field to train on the text alone.")
     if not _takes_passages(form, method):
         example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
     field = FORMS[form][1][0]
@@ -340,8 +343,8 @@ def characters(value: object, other: int = 0) -> int:
     return sum(characters(one, other) for one in value) if isinstance(value, list) else other
 
 
-def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
-    """Return the first example of a source whose form is known, its place, and the form.
+def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str] | None:
+    """Return the first example of a source whose form is known, its place, and the form; None without examples.
 
     If no example has one, the first example's error is raised.
     """
@@ -351,7 +354,9 @@ def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) 
             return where, example, form_of(where, example, method, asked)
         except UserError as error:
             first = first or error
-    raise first or UserError(NO_EXAMPLES)
+    if first:
+        raise first
+    return None
 
 
 FOR_REWARD, ODD, ODD_AT = "reward: ", "inconsistent: ", "inconsistent at: "
@@ -688,14 +693,15 @@ def unused_roles(reading: JsonView, sources: Iterable[Iterable[tuple[str, Exampl
 
 def refuse_unknown_columns(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> None:
     """Refuse a column of `data.columns` that no source has in its first examples; `reading` is from `reading_of`."""
+    if not (reading["columns"] and reading["several"]):
+        return
     unknown = dict(reading["columns"])
-    for located in sources if reading["several"] else ():
+    for located in sources:
         for _, example in own_code.transformed(islice(located, AHEAD), reading["transform"], on_error=lambda _: None):
             unknown = {column: field for column, field in unknown.items() if column not in example}
         if not unknown:
             return
-    if reading["several"] and unknown:
-        raise UserError(f"data.columns names {next(iter(unknown))!r}, which neither data.path nor data.validation has.")
+    raise UserError(f"data.columns names {next(iter(unknown))!r}, which neither data.path nor data.validation has.")
 
 
 def prepared(

@@ -67,16 +67,6 @@ def with_usual_names(where: str, example: Json) -> Json:
     return example
 
 
-def refuse_media(where: str, example: JsonView) -> None:
-    """Refuse images, videos and audio: a model that does not receive them would learn to make answers up."""
-    for name in MEDIA:
-        if example.get(name) not in EMPTY:
-            holds = "images, which only recipes with model.vision=true read, such as tiny_vision's"
-            if not name.startswith("image"):
-                holds = f"{'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
-            raise UserError(f"{where}: {name!r} holds {holds}; remove the field to train on the text alone.")
-
-
 def refuse_placeholder(where: str, content: str) -> None:
     """Refuse a placeholder of an image or other media at a text's start or end; elsewhere it may be HTML."""
     text = content.strip()
