@@ -27,7 +27,7 @@ from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import server as client
-from deepspeed_recipes.training.model import draft, lora, processor
+from deepspeed_recipes.training.model import draft, load, lora
 from deepspeed_recipes.training.model_folder import base_model, complete, expected, record
 from deepspeed_recipes.training.server import Server
 from tests.tiers import tiered
@@ -178,8 +178,7 @@ def test_every_form_of_every_familys_export_agrees(family, tmp_path):
     examples, plain, _ = answers(model, tokenizer)
     expected.write(base, examples, model.dtype, plain)
     assert certificate.of_folder(base).difference < 1e-4
-    outside = processor.outside_language(model) if recipe.model.vision else None
-    adapted = lora.add(model, recipe.lora, 0, scores=False, embeds=False, excluded=outside).eval()
+    adapted = load.adapted(model, recipe).eval()
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:

@@ -25,7 +25,7 @@ from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
 from ..console import say
 from ..model_folder import base_model, dequantized, weights
-from . import attention, generate, heads, lora, new_tokens, processor, stored, transforms
+from . import attention, generate, heads, lora, new_tokens, stored, transforms
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -134,7 +134,11 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
         model.enable_input_require_grads()
     added = new_tokens.rows_of(recipe)
     rows = new_tokens.trained_rows(model, recipe.lora, added) if added else []
-    beside = processor.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
+    beside = None
+    if recipe.model.vision and not recipe.model.train_vision:  # no adapters outside the language part
+        decoder: object = model.get_decoder()
+        name = next(name for name, module in model.named_modules() if module is decoder)
+        beside = rf"(?!{re.escape(name)}\.).*"
     last = list(getattr(model.base_model, "layers", ()))[-1:]
     further = last[0] if last and hasattr(last[0], "eh_proj") else None  # the head of `heads.with_further_token`
     if further:  # trained whole: PEFT would freeze it, and give it adapters

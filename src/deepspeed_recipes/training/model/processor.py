@@ -11,7 +11,6 @@ gloo it crashes. So such a rank computes a black image, and adds 0 times the res
 """
 
 import inspect
-import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -40,13 +39,6 @@ def freeze(model: PreTrainedModel) -> None:
     if tower is model or tower is model.base_model:
         raise UserError(f"model.vision=true: transformers names no vision tower in {model.config.model_type}.")
     tower.requires_grad_(False)
-
-
-def outside_language(model: PreTrainedModel) -> str:
-    """Return a regular expression for the modules outside the language part, in the form for PEFT's exclusions."""
-    decoder: object = model.get_decoder()
-    name = next(name for name, module in model.named_modules() if module is decoder)
-    return rf"(?!{re.escape(name)}\.).*"
 
 
 def always_see(model: PreTrainedModel, processor: ProcessorMixin) -> None:
