@@ -176,7 +176,7 @@ def test_a_local_base_model_is_named_relatively_and_found_where_both_were_moved(
     base, adapter = tmp_path / "here" / "base", tmp_path / "here" / "adapters" / "mine"
     shutil.copytree(TINY_MODEL, base)
     write_json(adapter / "adapter_config.json", {base_model.KEY: str(base), "r": 4})
-    base_model.make_portable(adapter, adapter)
+    complete.finish(adapter, adapter)
     assert read_json(adapter / "adapter_config.json") == {base_model.KEY: "../../base", "r": 4}
     (tmp_path / "here").rename(tmp_path / "there")
     moved = tmp_path / "there" / "adapters" / "mine"
@@ -191,7 +191,7 @@ def test_a_local_base_model_is_named_relatively_and_found_where_both_were_moved(
         base_model.find(moved)
     cached = "/cache/models--OWNER--NAME/snapshots/0123abcd"
     write_json(moved / "adapter_config.json", {base_model.KEY: cached})
-    base_model.make_portable(moved, moved)
+    complete.finish(moved, moved)
     assert base_model.find(moved) == Path("OWNER/NAME")
 
 

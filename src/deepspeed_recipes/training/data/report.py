@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...recipe.errors import counted
@@ -116,15 +115,6 @@ def cut_off(cut: int, texts: int, sequence_length: int) -> str:
 
 Pieces = list[tuple[str, bool]]
 """Text, and whether the loss is computed on it."""
-
-
-def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Return (shortest, longest, number), for equal steps of length from the shortest to the longest."""
-    least, most = int(lengths.min()), int(lengths.max())
-    step = -(-(most - least + 1) // BARS)
-    counts = np.bincount((lengths - least) // step)
-    starts = range(least, most + 1, step)
-    return tuple((start, start + step - 1, int(count)) for start, count in zip(starts, counts, strict=True))
 
 
 def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Pieces:

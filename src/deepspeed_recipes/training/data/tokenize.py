@@ -30,7 +30,7 @@ from ..model_folder import weights
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
 from .image_conversations import conversation
-from .report import NOT_IN_LOSS, Pieces, Report, enough, histogram, pieces, too_long
+from .report import BARS, NOT_IN_LOSS, Pieces, Report, enough, pieces, too_long
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
 """`forgets`: the chat template removes reasoning of earlier turns; counted, then removed."""
@@ -114,6 +114,9 @@ def tokenized(
         raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped, int(lengths.max()))}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
     kept_lengths = _lengths(kept)
+    least, most = int(kept_lengths.min()), int(kept_lengths.max())
+    step = -(-(most - least + 1) // BARS)
+    starts, counts = range(least, most + 1, step), np.bincount((kept_lengths - least) // step)
     labels = (pc.list_flatten(batch["labels"]) for batch in kept.with_format("arrow").iter(1000))
     return packed, Report(
         examples=len(raw),
@@ -124,7 +127,7 @@ def tokenized(
         tokens=int(kept_lengths.sum()),
         loss_tokens=sum(pc.sum(pc.not_equal(some, IGNORED)).as_py() for some in labels),
         forgetting=forgetting,
-        lengths=histogram(kept_lengths),
+        lengths=tuple((start, start + step - 1, int(count)) for start, count in zip(starts, counts, strict=True)),
         longest=int(lengths.max()),
         cut=cut,
     )

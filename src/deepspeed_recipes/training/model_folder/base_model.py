@@ -1,9 +1,8 @@
 """The model in a folder, from the folder's own files: its head, an adapter's base model, and whether its code may run.
 
-An adapter's base model is recorded without a path of this machine, and found again.
+An adapter's base model, which `complete.finish` names without a path of this machine, is found again.
 """
 
-import os
 import re
 import time
 from pathlib import Path, PurePath
@@ -11,8 +10,8 @@ from typing import Literal
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json, without_attention
-from ...recipe.run_folder import RunFolder, read_json, read_recipe, write_json
-from .record import own_path, portable_path
+from ...recipe.run_folder import RunFolder, read_json, read_recipe
+from .record import own_path
 
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
@@ -66,24 +65,6 @@ def check_reachable(path: str) -> None:
                     "as model.path=FOLDER."
                 ) from error
             time.sleep(2)
-
-
-def make_portable(folder: Path, place: Path) -> None:
-    """Name the base model of the adapter in `folder` so that it can be found from `place`, where the folder will be.
-
-    A model of the project keeps its place in the checkout, one in Hugging Face's cache gets its Hub id, and any other
-    is named relative to the adapter (`../draft_model`): both can be moved together.
-    """
-    config = folder / ADAPTER
-    if not config.exists():
-        return
-    values = read_json(config)
-    name = str(values.get(KEY) or "")
-    if PurePath(name).is_absolute():
-        moved = portable_path(name)
-        if moved == PurePath(name).name:  # neither the project's nor the Hub's
-            moved = os.path.relpath(name, place.resolve())
-        write_json(config, values | {KEY: moved})
 
 
 def find(adapter: Path) -> Path:

@@ -5,9 +5,10 @@ most chat templates, `transformers serve` returns the whole conversation. senten
 model, including its pooling, by files in the form of its versions 2 to 5, which later versions also read.
 """
 
+import os
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ...recipe import files
@@ -64,9 +65,19 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
 
 
 def finish(folder: Path, place: Path) -> None:
-    """Add the card and the response template to weights with `training/`, and remove paths and certificates."""
+    """Add the card and the response template to weights with `training/`, and remove paths and certificates.
+
+    An adapter's base model that is the project's keeps its place in the checkout, one in Hugging Face's cache gets its
+    Hub id, and any other is named relative to `place` (`../draft_model`): both can be moved together.
+    """
     record.add(folder, {record.CERTIFICATES: None})
-    base_model.make_portable(folder, place)
+    adapter = read_json(folder / base_model.ADAPTER, {})
+    base = str(adapter.get(base_model.KEY) or "")
+    if PurePath(base).is_absolute():
+        moved = record.portable_path(base)
+        if moved == PurePath(base).name:  # neither the project's nor the Hub's
+            moved = os.path.relpath(base, place.resolve())
+        write_json(folder / base_model.ADAPTER, adapter | {base_model.KEY: moved})
     file = folder / CONFIG
     if file.exists():
         from transformers import AutoTokenizer
