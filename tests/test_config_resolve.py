@@ -20,6 +20,7 @@ from deepspeed_recipes.config.resolve import Numbers, Unresolvable, dumps, resol
 from deepspeed_recipes.config.rule import MODEL_TYPES, Facts, dimension, hidden_size, text_model
 from deepspeed_recipes.config.rules import hf_trainer
 from deepspeed_recipes.config.rules.kinds import FILLED
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.files import NEVER
 from scripts.maintain.schema import model_types
 from tests.launching import ROOT
@@ -172,6 +173,20 @@ def test_a_setting_that_changes_nothing_is_named(name, settings, idle, capsys):
     shown = capsys.readouterr()
     assert ("not in the result" in shown.err) == bool(idle) and shown.err.startswith(idle)
     assert ("give deepspeed.initialize your optimizer" in shown.err) == ("optimizer" not in json.loads(shown.out))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["micro_batch_size=2", "micro_batch_size=3"], "micro_batch_size: given twice, as 2 and 3"),
+        (["global_batch_size=8", "gradient_accumulation_steps=4"], "global_batch_size=8: with 1 sequences at a time"),
+        (["--model", "llama3-8b", "hidden_size=64"], "hidden_size=64: --model has 4096"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        resolve_config.main(["zero3.json", *settings])
+    assert resolve_config.main(["zero3.json", "global_batch_size=8", "gradient_accumulation_steps=8"]) == 0
 
 
 def test_infinity_is_written_as_a_number():

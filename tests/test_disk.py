@@ -79,6 +79,11 @@ def test_the_cause_of_an_error_counts():
         except RuntimeError as error:
             said = cannot_write(error)
         assert said.startswith("/data/run/file: ") and word in said
+    large = ValueError("Error while serializing: I/O error: File too large (os error 27)")
+    assert cannot_write(large, "export") == (
+        "export: cannot be written, files may not be that large here (ulimit -f, or the file system); choose a folder "
+        "on another disk."
+    )
     assert cannot_write(FileNotFoundError(errno.ENOENT, "no such file", "x")) is None
     assert cannot_write(ValueError("wrong")) is None
 

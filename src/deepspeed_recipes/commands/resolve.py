@@ -103,11 +103,14 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
     """Return the numbers from the command line."""
     check_least(arguments, world_size=1)
     values: Json = {"world_size": arguments.world_size}
-    if arguments.model:
-        values["hidden_size"] = hidden_size(architecture(arguments.model))
+    if of_model := hidden_size(architecture(arguments.model)) if arguments.model else None:
+        values["hidden_size"] = of_model
     batch, kinds = None, {item.name: str(item.type) for item in dataclasses.fields(Numbers)}
+    given: dict[str, str] = {}
     for setting in arguments.settings:
         key, equals, text = setting.partition("=")
+        if given.setdefault(key, text) != text:
+            raise UserError(f"{key}: given twice, as {given[key]} and {text}; keep one of them.")
         if not equals or key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
             hint = f"did you mean {near[0]}=VALUE?" if near else f"the keys are {', '.join(KEYS)}."
@@ -120,6 +123,8 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
             values[key] = text
         else:
             raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
+    if of_model and values["hidden_size"] != of_model:
+        raise UserError(f"hidden_size={given['hidden_size']}: --model has {of_model}; leave one of them out.")
     numbers = Numbers(**values)
     if batch is None:
         return numbers
@@ -129,6 +134,11 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
         raise UserError(
             f"{GLOBAL}={batch}: must be a multiple of {step} (micro_batch_size {numbers.micro_batch_size} x "
             f"data-parallel size {replicas})."
+        )
+    if "gradient_accumulation_steps" in given and numbers.gradient_accumulation_steps != batch // step:
+        raise UserError(
+            f"{GLOBAL}={batch}: with {step} sequences at a time it takes {batch // step} steps, not "
+            f"gradient_accumulation_steps={numbers.gradient_accumulation_steps}; leave one of them out."
         )
     return dataclasses.replace(numbers, gradient_accumulation_steps=batch // step)
 

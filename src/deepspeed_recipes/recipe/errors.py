@@ -106,6 +106,7 @@ _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota on this disk is used up",
     errno.EROFS: "this disk is read-only",
+    errno.EFBIG: "files may not be that large here (ulimit -f, or the file system)",
 }
 _ACCESS = "check with ls -l who may use it and the folders above it"
 _AGAIN = "try again once the disk or the server answers"
@@ -138,6 +139,7 @@ _FULL_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,
     "Read-only file system": errno.EROFS,
+    "File too large": errno.EFBIG,
     # torch gives no reason, but raises these only for a full disk, after it has opened the file.
     "PytorchStreamWriter failed": errno.ENOSPC,
     "unexpected pos": errno.ENOSPC,
@@ -156,7 +158,7 @@ def cannot_write(error: BaseException, where: object = None) -> str | None:
         number = number or next((known for text, known in _FULL_TEXTS.items() if text in str(cause)), None)
         if number:
             file = _file_of(cause) or where or "a file"
-            fix = "" if number == errno.EROFS else "free some space or "
+            fix = "" if number in (errno.EROFS, errno.EFBIG) else "free some space or "
             return f"{file}: cannot be written, {_FULL[number]}; {fix}choose a folder on another disk."
         cause = cause.__cause__ or cause.__context__
     return None
