@@ -382,15 +382,17 @@ def test_a_healthy_server_whose_model_cannot_answer_is_not_ready(tmp_path):
         pass  # a model without a chat template refuses a chat, and answers completions
 
 
-def test_quantised_weights_are_computed_in_a_type_that_has_kernels(tmp_path):
+def test_quantised_weights_are_computed_in_a_type_that_has_kernels(tmp_path, monkeypatch):
     """As vLLM 0.32 says: "cpu_gemm_wna16" not implemented for 'Float'; its GPU kernels (Marlin) have no fp32 either.
 
     And of 8 bits, with AMX: "int8_scaled_mm_with_quant: expect A to be bfloat16 or half".
     """
+    monkeypatch.setattr(environment, "require", lambda *_: Path(sys.executable))
 
     def computed_in(dtype, **about):
         (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype, **about}))
-        return engines._dtype(tmp_path)
+        words = engines.vllm(served.Served("small", tmp_path, tmp_path), "127.0.0.1", 8000).command
+        return words[words.index("--dtype") + 1]
 
     def quantised(bits):
         return {"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}}

@@ -21,12 +21,15 @@ from deepspeed_recipes.recipe.samples import TINY_STUDENT, TINY_TEACHER
 
 
 def test_layers_are_evenly_spaced_with_the_first_and_the_last():
-    assert shrink.spaced(4, 2) == [0, 3] and shrink.spaced(5, 5) == [0, 1, 2, 3, 4]
-    assert shrink.spaced(36, 18)[:3] == [0, 2, 4] and shrink.spaced(36, 18)[-1] == 35
+    def kept(before, after):
+        return shrink._chosen("model", {"num_hidden_layers": before}, after, None)[0]
+
+    assert kept(4, 2) == [0, 3] and kept(5, 5) == kept(5, None) == [0, 1, 2, 3, 4]
+    assert kept(36, 18)[:3] == [0, 2, 4] and kept(36, 18)[-1] == 35
     for before in range(2, 40):
         for after in range(2, before + 1):
-            kept = shrink.spaced(before, after)
-            assert len(set(kept)) == after and (kept[0], kept[-1]) == (0, before - 1) and kept == sorted(kept)
+            found = kept(before, after)
+            assert len(set(found)) == after and (found[0], found[-1]) == (0, before - 1) and found == sorted(found)
 
 
 def test_the_shipped_student_is_cut_out_of_the_shipped_teacher(tmp_path, capsys):

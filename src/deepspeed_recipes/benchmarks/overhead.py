@@ -77,7 +77,11 @@ class Contender:
         self.signal(signal.SIGCONT)
         began = time.perf_counter()
         ended = False
-        while (record := self._next_record()) is None:
+        while True:
+            lines = self.records.read_bytes().split(b"\n")[:-1] if self.records.exists() else []
+            new = [line for line in lines if line.startswith(b"{")][len(self.turns) :]
+            if new:
+                break
             if ended:  # it had ended before the last check, so there are no more records
                 self.finish()
                 raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
@@ -87,6 +91,7 @@ class Contender:
             ended = self.running.poll() is not None
         seconds = time.perf_counter() - began
         self.signal(signal.SIGSTOP)
+        record = json.loads(new[0])
         before = self.turns[-1].record["tokens"] if self.turns else 0
         self.turns.append(Turn(record, record["tokens"] - before, seconds))
 
@@ -119,11 +124,6 @@ class Contender:
         """The process that was started."""
         assert self.process is not None
         return self.process
-
-    def _next_record(self) -> Json | None:
-        lines = self.records.read_bytes().split(b"\n")[:-1] if self.records.exists() else []
-        found = [line for line in lines if line.startswith(b"{")][len(self.turns) :]
-        return json.loads(found[0]) if found else None
 
 
 def take_turns(contenders: list[Contender], last_step: int, most: float = float("inf")) -> None:
@@ -188,8 +188,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> Json:
     """Return every peer's throughput and memory in each run; a round that would exceed `seconds` is not started."""
+    from datasets import Dataset
+
+    from ..training.data import chat_templates, tokenize
+    from ..training.data.collate import Collator
+    from ..training.distributed import describe_environment
+
     began = time.monotonic()
-    save_sequences(bench)
+    # The packed sequences for the bare Trainer, all of one length.
+    recipe = recipe_of(bench)
+    tokenizer = chat_templates.load_tokenizer(recipe)
+    sequences, _ = tokenize.prepare(recipe.data.path, recipe, tokenizer)
+    collate = Collator(tokenizer.pad_token_id, multiple=bench.length)
+    padded = [collate([one]) for one in sequences]
+    columns = {name: [one[name][0].tolist() for one in padded] for name in ("input_ids", "labels", "position_ids")}
+    Dataset.from_dict(columns | {"tokens": [one["tokens"] for one in padded]}).save_to_disk(bench.folder / "sequences")
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("recipe", "plain_loop", "trainer")}
     for number in range(rounds):
         taken = time.monotonic() - began
@@ -205,8 +218,6 @@ def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> Json:
                 flush=True,
             )
             runs[name].append(measured)
-    from ..training.distributed import describe_environment
-
     settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus")}
     return {
         "benchmark": "overhead",
@@ -259,22 +270,6 @@ def recipe_of(bench: Bench) -> Recipe:
             wandb=Wandb("disabled"),
         )
     )
-
-
-def save_sequences(bench: Bench) -> None:
-    """Write the packed sequences for the bare Trainer, all of one length."""
-    from datasets import Dataset
-
-    from ..training.data import chat_templates, tokenize
-    from ..training.data.collate import Collator
-
-    recipe = recipe_of(bench)
-    tokenizer = chat_templates.load_tokenizer(recipe)
-    sequences, _ = tokenize.prepare(recipe.data.path, recipe, tokenizer)
-    collate = Collator(tokenizer.pad_token_id, multiple=bench.length)
-    padded = [collate([one]) for one in sequences]
-    columns = {name: [one[name][0].tolist() for one in padded] for name in ("input_ids", "labels", "position_ids")}
-    Dataset.from_dict(columns | {"tokens": [one["tokens"] for one in padded]}).save_to_disk(bench.folder / "sequences")
 
 
 def peers_of(bench: Bench, number: int) -> dict[str, Contender]:

@@ -106,21 +106,18 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     return Shrunken(kept, width, before, _count(state))
 
 
-def spaced(before: int, after: int) -> list[int]:
-    """Return the numbers of `after` of the `before` layers, evenly spaced, including the first and the last."""
-    return [round(index * (before - 1) / (after - 1)) for index in range(after)]
-
-
 def _chosen(source: str, sizes: JsonView, layers: int | None, intermediate: int | None) -> tuple[list[int], int]:
     """Return the numbers of the layers to keep, and the width of the feed-forward layers, 0 if they have none."""
     depth, width = sizes.get("num_hidden_layers"), sizes.get("intermediate_size")
     if depth is None:
         raise UserError(f"{source}: its config.json has no num_hidden_layers, which shrink needs; use another model.")
-    if layers is not None and not 2 <= layers <= depth:
-        raise UserError(
-            f"--layers {layers}: the model has {depth} layers; keep between 2 (the first and the last) and {depth}."
-        )
-    kept = list(range(depth)) if layers is None else spaced(depth, layers)
+    kept = list(range(depth))
+    if layers is not None:
+        if not 2 <= layers <= depth:
+            raise UserError(
+                f"--layers {layers}: the model has {depth} layers; keep between 2 (the first and the last) and {depth}."
+            )
+        kept = [round(index * (depth - 1) / (layers - 1)) for index in range(layers)]
     if intermediate is None:
         return kept, width or 0
     if width is None or any("expert" in name and size for name, size in sizes.items()):

@@ -27,12 +27,12 @@ CARD = """---
 
 # A sum of adapters
 
-The weighted sum of {{ parts | length }} LoRA adapters for `{{ base }}`.
+The weighted sum of {{ rows | length }} LoRA adapters for `{{ base }}`.
 
 | adapter | weight |
 |---|---|
-{% for part in parts -%}
-| {{ part.folder_name }} | {{ "%g" | format(part.weight) }} |
+{% for name, weight in rows -%}
+| {{ name }} | {{ "%g" | format(weight) }} |
 {% endfor -%}
 """
 
@@ -45,11 +45,6 @@ class Part:
     """The adapter's name as typed."""
     folder: Path
     weight: float
-
-    @property
-    def folder_name(self) -> str:
-        """The adapter's name without the path."""
-        return Path(self.name).name
 
 
 def check(parts: Sequence[Part]) -> None:
@@ -139,5 +134,6 @@ def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
         tags=["lora", "merge"],
         **named,
     )
+    rows = [(Path(part.name).name, part.weight) for part in parts]
     name = base if named else Path(read_json(folder / ADAPTER)[KEY]).name
-    ModelCard.from_template(data, template_str=CARD, parts=parts, base=name).save(folder / card.FILE)
+    ModelCard.from_template(data, template_str=CARD, rows=rows, base=name).save(folder / card.FILE)

@@ -151,30 +151,28 @@ def comparison(found: Sequence[RunData]) -> Document:
             if isinstance(cell, Number):
                 cells[at] = replace(cell, source=f"{run.folder.path}/{cell.source}")
         rows.append((label, *cells))
-    sections = (
-        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(rows)))),
-        Section("Differences of the recipes", (_differences(found, labels),)),
-        Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
-        Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
-        Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
-    )
-    return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
-
-
-def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]:
-    """Yield a warning if the runs were measured on different held-out examples."""
     sets: list[tuple[tuple[str, object], tuple[object, ...]]] = []
     keys = ("examples", "dropped", "tokens", "loss_tokens")
     for run in found:
         counts, data = run.data.get("held_out") or {}, run.recipe.data
         drawn = None if data.validation else data.validation_share  # by a seed of its own
         sets.append(((data.validation or data.path, drawn), tuple(counts.get(key) for key in keys)))
+    warnings = []
     if len({((PurePath(path).name, drawn), counts) for (path, drawn), counts in sets}) > 1:  # of any checkout
         each = (
             f"{label} {counts[0] or 'unknown'} of {redact(source)}"
             for label, ((source, _), counts) in zip(labels, sets, strict=True)
         )
-        yield Note(f"The held-out examples differ, so the held-out scores do not compare: {'; '.join(each)}.")
+        differ = "The held-out examples differ, so the held-out scores do not compare"
+        warnings.append(Note(f"{differ}: {'; '.join(each)}."))
+    sections = (
+        Section("Results", (*warnings, Table(("", *labels), tuple(rows)))),
+        Section("Differences of the recipes", (_differences(found, labels),)),
+        Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
+        Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
+        Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
+    )
+    return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
 
 
 def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
@@ -126,7 +126,15 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         cut_off = round(measured.get("cut_off", 0) * len(found))
         return _shares([answer.right for answer in found], [answer.text for answer in found], cut_off)
     if held_out.metric == "loss":
-        return _loss(model, tokenizer, held_out)
+        sequences, _ = tokenize.tokenized(held_out.examples, tokenize.alone(recipe), tokenizer)
+        collator, sums, counts = Collator(tokenizer.pad_token_id), list[float](), list[int]()
+        for sequence in sequences:
+            inputs = scores.to_device(collator([sequence]))
+            with torch.no_grad():
+                loss = model(**inputs, num_items_in_batch=torch.ones((), device=model.device)).loss
+            sums.append(float(loss))
+            counts.append(int((inputs["labels"][:, 1:] != -100).sum()))
+        return Scores(sums, counts, [], 0.0)
     if held_out.metric == "recall_at_1":
         places = embed.found_at(model, tokenizer, list(held_out.examples), recipe, Layout())
         return _shares([place < 1 for place in places], [])
@@ -160,16 +168,3 @@ def _sequences(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Js
     """Return every example as training a model with this tokenizer would read it."""
     recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
     return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
-
-
-@torch.no_grad()
-def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
-    sequences, _ = tokenize.tokenized(held_out.examples, tokenize.alone(held_out.recipe), tokenizer)
-    collator = Collator(tokenizer.pad_token_id)
-    sums: list[float] = []
-    counts: list[int] = []
-    for sequence in sequences:
-        inputs = scores.to_device(collator([sequence]))
-        sums.append(float(model(**inputs, num_items_in_batch=torch.ones((), device=model.device)).loss))
-        counts.append(int((inputs["labels"][:, 1:] != -100).sum()))
-    return Scores(sums, counts, [], 0.0)

@@ -167,8 +167,12 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
     python = environment.require("vllm", "--engine vllm")
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
     words += ["--model", str(served.model), "--served-model-name", served.name, "--tokenizer", str(served.tokenizer)]
-    if dtype := _dtype(served.model):
-        words += ["--dtype", dtype]  # by default vLLM would round fp32 weights to 16 bits
+    config = config_of(served.model)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if dtype == "float32" and config.get("quantization_config"):
+        # No 4-bit kernel supports fp32, and no 8-bit kernel does on GPUs and on processors with AMX (vLLM 0.32).
+        dtype = "bfloat16"
+    words += ["--dtype", dtype] if dtype else []  # by default vLLM would round fp32 weights to 16 bits
     if (served.tokenizer / "chat_template.jinja").exists():
         words += ["--chat-template", str(served.tokenizer / "chat_template.jinja")]
     if served.adapters:
@@ -220,16 +224,6 @@ def _variables(found: dict[str, str]) -> dict[str, str]:
     """Return variables with which a server uses no network and loads nothing on request."""
     closed = dict.fromkeys(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"), "0")
     return {**found, **closed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-
-
-def _dtype(model: Path) -> str | None:
-    """Return the dtype of a model's computation: the dtype of training, or bf16 for weights quantised from fp32.
-
-    No 4-bit kernel supports fp32, and no 8-bit kernel does on GPUs and on processors with AMX (vLLM 0.32).
-    """
-    config = config_of(model)
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if dtype == "float32" and config.get("quantization_config") else dtype
 
 
 def has_experts(model: Path) -> bool:

@@ -174,20 +174,16 @@ def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
         changes = ["a larger global_batch_size with the same micro_batch_size communicates less often per token"]
     else:  # at stages 2 and 3 every micro-batch communicates, so more of them do not help
         changes = []
-        if _gathers_again(ranks[0], about):
+        gathered = sum(one.bytes for one in ranks[0].collectives if one.kind == "all-gather") / len(ranks[0].steps)
+        whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
+        # Weights are gathered more than once per update, and not only within a host.
+        if whole and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole:
             changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
         if about.get("micro_batches", 1) > 1:
             changes.append("deepspeed=zero1.json, if it fits, communicates once per step instead of per micro-batch")
         changes.append("a larger micro_batch_size communicates less often per token")
     words = f"it waits for the network {share:.0%} of the time, mostly for {kind}{who}"
     return Cause("communication", words, "; ".join(changes))
-
-
-def _gathers_again(rank: Rank, about: Json) -> bool:
-    """Return whether weights are gathered more than once per update, and not only within a host."""
-    gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather") / len(rank.steps)
-    whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
-    return bool(whole) and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole
 
 
 def as_json(ranks: list[Rank], found: Cause, about: Json, others: float | None) -> Json:
