@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,13 @@ class Clock:
     def _write(self, loss: float | None) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
-            seconds = [a.elapsed_time(b) / 1000 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+            seconds = [a.elapsed_time(b) / 1000 for a, b in pairwise(self.marks)]
             memory = {
                 "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
                 "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             }
         else:
-            seconds = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+            seconds = [b - a for a, b in pairwise(self.marks)]
             memory = {}
         step = statistics.median(seconds)
         numbers = {

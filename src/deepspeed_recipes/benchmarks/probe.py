@@ -213,14 +213,14 @@ def launches() -> Json:
     """Return the host's time for a layer: by pass, in plain PyTorch, and under ZeRO-1 and -3."""
     one = torch.zeros(1, device=distributed.device())
 
-    def tiny(times: int = 1000) -> None:
-        for _ in range(times):
+    def thousand() -> None:
+        for _ in range(1000):
             one.add_(1.0)
 
     # On a CPU, bf16 takes more operations.
     found = {} if distributed.on_gpu() else {"plain fp32": passes(None, torch.float32)}
     found |= {name: passes(stage) for name, stage in STAGES.items()}
-    return {"operation": median_seconds(tiny) / 1000, **{f"layer {name}": one for name, one in found.items()}}
+    return {"operation": median_seconds(thousand) / 1000, **{f"layer {name}": one for name, one in found.items()}}
 
 
 def passes(stage: int | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:

@@ -130,7 +130,7 @@ def find_model(source: Path) -> Path:
 
 def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:
     """Write the weighted sum of adapters, or the base model merged with the sum, and return 0."""
-    from ..export.weighted_sum import Part, check, write_card
+    from ..export.weighted_sum import Part, check
     from ..export.weighted_sum import add as write_sum
 
     parts = [Part(str(name), source, 1.0 if weight is None else weight)]
@@ -151,11 +151,10 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
     # In the nearest existing folder, since a folder can only be renamed on the same disk.
     with children.scratch(inside=next(above for above in output.parents if above.is_dir())) as place:
         folder = place / "adapter"
-        write_sum(export.load_base(base_model.find(source), source), parts, folder)
+        write_sum(export.load_base(base_model.find(source), source), parts, folder, merge)
         for pattern in ("token*", "chat_template.jinja", "base_quantization.json"):
             for file in source.glob(pattern):
                 (folder / file.name).write_bytes(file.read_bytes())
-        write_card(folder, parts, merge)
         kind = export.write(folder, output, merge)
     print(f"{output}: {kind}, the sum of {', '.join(f'{part.weight:g} x {part.name}' for part in parts)}")
     return 0

@@ -79,12 +79,13 @@ def check(parts: Sequence[Part]) -> None:
             )
 
 
-def add(base: object, parts: Sequence[Part], folder: Path) -> None:
-    """Write the sum of adapters to a new `folder`, after comparing every matrix with the sum of the parts.
+def add(base: object, parts: Sequence[Part], folder: Path, merged: bool) -> None:
+    """Write the sum of adapters and its card to a new `folder`, after comparing every matrix with the sum of the parts.
 
     The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`). `parts` are
-    accepted by `check`, and are added to `base`, the model on which they were trained. Raises RuntimeError if a matrix
-    differs from the sum of the parts.
+    accepted by `check`, and are added to `base`, the model on which they were trained. The card lists them, for the
+    adapter or, if it will be `merged`, for the merged model. Raises RuntimeError if a matrix differs from the sum of
+    the parts.
     """
     from ..training.export import with_adapter
 
@@ -103,6 +104,19 @@ def add(base: object, parts: Sequence[Part], folder: Path) -> None:
     for file in (folder / SUM).iterdir():
         file.replace(folder / file.name)
     (folder / SUM).rmdir()
+    origin, named = str(base_model.find(parts[0].folder)), {}
+    if base_model.is_hub_id(origin):
+        named = {"base_model": origin, "base_model_relation": "finetune" if merged else "adapter"}
+    else:
+        origin = Path(read_json(folder / ADAPTER)[KEY]).name
+    data = ModelCardData(
+        library_name="transformers" if merged else "peft",
+        pipeline_tag="text-generation",
+        tags=["lora", "merge"],
+        **named,
+    )
+    rows = [(Path(part.name).name, part.weight) for part in parts]
+    ModelCard.from_template(data, template_str=CARD, rows=rows, base=origin).save(folder / card.FILE)
 
 
 def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> float:
@@ -118,22 +132,3 @@ def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> fl
             off = (module.get_delta_weight(SUM).float() - expected).abs().max()
             worst = max(worst, (off / expected.abs().max().clamp(min=1e-12)).item())
     return worst
-
-
-def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
-    """Write a card that lists the parts, for the adapter or, if `merged`, for the merged model."""
-    base = str(base_model.find(parts[0].folder))
-    named = (
-        {"base_model": base, "base_model_relation": "finetune" if merged else "adapter"}
-        if base_model.is_hub_id(base)
-        else {}
-    )
-    data = ModelCardData(
-        library_name="transformers" if merged else "peft",
-        pipeline_tag="text-generation",
-        tags=["lora", "merge"],
-        **named,
-    )
-    rows = [(Path(part.name).name, part.weight) for part in parts]
-    name = base if named else Path(read_json(folder / ADAPTER)[KEY]).name
-    ModelCard.from_template(data, template_str=CARD, rows=rows, base=name).save(folder / card.FILE)

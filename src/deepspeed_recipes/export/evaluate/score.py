@@ -46,12 +46,26 @@ class Scores:
 
 
 def of(model: Path | Server, held_out: HeldOut) -> Scores:
-    """Return a model's scores."""
+    """Return a model's scores; refuse a metric that the model in a folder does not have."""
     started = time.monotonic()
     if isinstance(model, Server):
         found = _of_server(model, held_out)
     else:
-        _check_kind(model, held_out)
+        head, own = base_model.head_of(model), None
+        if head == "vision" and "images" in held_out.examples.column_names:
+            raise UserError(
+                f"{model}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
+            )
+        if head == "scores":
+            own = "accuracy" if base_model.labels_of(model) else "preference_accuracy"
+        elif head == "none":
+            own = "recall_at_1"
+        if own and held_out.metric != own:
+            raise UserError(f"{model}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
+        if held_out.metric in ("accuracy", "recall_at_1") and not own:
+            raise UserError(
+                f"{model}: {held_out.metric} is a metric for {KINDS[held_out.metric]}, and this model writes text."
+            )
         found = _of_folder(model, held_out)
         gc.collect()
         torch.cuda.empty_cache()
@@ -85,25 +99,6 @@ def _shares(right: Sequence[bool], answers: list[str], cut_off: int = 0) -> Scor
 
 KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "preference_accuracy": "a reward model"}
 """The kind of model by its only metric."""
-
-
-def _check_kind(folder: Path, held_out: HeldOut) -> None:
-    """Refuse a metric that the model in a folder does not have."""
-    found, own = base_model.head_of(folder), None
-    if found == "vision" and "images" in held_out.examples.column_names:
-        raise UserError(
-            f"{folder}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
-        )
-    if found == "scores":
-        own = "accuracy" if base_model.labels_of(folder) else "preference_accuracy"
-    elif found == "none":
-        own = "recall_at_1"
-    if own and held_out.metric != own:
-        raise UserError(f"{folder}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
-    if held_out.metric in ("accuracy", "recall_at_1") and not own:
-        raise UserError(
-            f"{folder}: {held_out.metric} is a metric for {KINDS[held_out.metric]}, and this model writes text."
-        )
 
 
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:

@@ -101,12 +101,11 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
     When ZeRO-3 prefetches, the flights of a dozen calls can begin after the last call has returned.
     """
     flights: dict[str, list[Event]] = defaultdict(list)
+    calls: dict[str, list[Event]] = defaultdict(list)
     for event in trace.events:
         if event.name.startswith("gloo:"):
             flights[event.name].append(event)
-    calls: dict[str, list[Event]] = defaultdict(list)
-    for event in trace.events:
-        if event.thread == trace.main_thread and (kind := _kind(event)):
+        elif event.thread == trace.main_thread and (kind := _kind(event)):
             calls[OF_GLOO[kind]].append(event)
     for name, ours in calls.items():
         waiting = iter(flights[name])
