@@ -105,30 +105,31 @@ def _asked(recipe: Recipe, form: str, server: str, place: Path) -> dict[str, Any
 def _base(recipe: Recipe, place: Path) -> Path:
     """Return the draft that is trained, with its own answers in `expected.json`."""
     folder = place / "base"
-    if not folder.exists():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+    if folder.exists():
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-        from deepspeed_recipes.training import export
-        from deepspeed_recipes.training.model import draft, heads
-        from deepspeed_recipes.training.model_folder import expected
+    from deepspeed_recipes.training import export
+    from deepspeed_recipes.training.model import draft, heads
+    from deepspeed_recipes.training.model_folder import expected
 
-        written = place / "unfinished"
-        if recipe.family == "tiny":
-            export.write(Path(TINY_MODEL), written, merge=False)
-        else:
-            layers = LAYERS.get(recipe.family, Draft().layers)
-            small = Draft(enabled=True, hidden_size=WIDTH, layers=layers)
-            draft.write(replace(recipe, draft=small), written, torch.float32)
-            config = AutoConfig.from_pretrained(written)
-            if changes := AS_RELEASED.get(recipe.family):
-                kept = {name: value for name, value in config.to_dict().items() if name != "qk_head_dim"}
-                config = type(config)(**kept | changes)
-                AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(written)
-        model, examples = export.load(written).eval(), expected.sequences(export.load_tokenizer(written))
-        answers = expected.measured(lambda tokens: heads.outputs(model(input_ids=tokens)), examples)
-        expected.write(written, examples, model.dtype, answers)
-        written.rename(folder)
+    written = place / "unfinished"
+    if recipe.family == "tiny":
+        export.write(Path(TINY_MODEL), written, merge=False)
+    else:
+        layers = LAYERS.get(recipe.family, Draft().layers)
+        small = Draft(enabled=True, hidden_size=WIDTH, layers=layers)
+        draft.write(replace(recipe, draft=small), written, torch.float32)
+        config = AutoConfig.from_pretrained(written)
+        if changes := AS_RELEASED.get(recipe.family):
+            kept = {name: value for name, value in config.to_dict().items() if name != "qk_head_dim"}
+            config = type(config)(**kept | changes)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(written)
+    model, examples = export.load(written).eval(), expected.sequences(export.load_tokenizer(written))
+    answers = expected.measured(lambda tokens: heads.outputs(model(input_ids=tokens)), examples)
+    expected.write(written, examples, model.dtype, answers)
+    written.rename(folder)
     return folder
 
 

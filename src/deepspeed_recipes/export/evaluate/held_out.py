@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import torch.distributed as dist
@@ -80,8 +79,8 @@ def read(
     found = metric or ("exact_match" if is_own(names(recipe.data.metric)[0]) else recipe.metric)
     if found not in METRICS:
         raise UserError(f"metric {found}: not supported; choose --metric {' or '.join(METRICS)}.")
-    data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
-    recipe = replace(recipe, data=data)
+    recipe = _located(recipe)
+    data = recipe.data
     datasets.disable_progress_bars()
     system.check_cache()
     with contextlib.redirect_stdout(io.StringIO()):  # hides the lines that a run prints about its data
@@ -118,9 +117,8 @@ def trained_on(recipe: Recipe, examples: Dataset) -> int:
     if recipe.data.transform:
         return 0
     try:
-        data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
         with contextlib.redirect_stdout(io.StringIO()):
-            training, _ = load.read_examples(replace(recipe, data=data))
+            training, _ = load.read_examples(_located(recipe))
     except UserError:
         return 0
     return sources.shared(training, examples) if isinstance(training, Dataset) else 0
@@ -131,8 +129,12 @@ def is_learned(turn: JsonView) -> bool:
     return turn["role"] == "assistant" and turn.get("train") is not False
 
 
-def _located(paths: str | None) -> Any:
-    return ",".join(_existing(name) for name in names(paths)) if paths else paths
+def _located(recipe: Recipe) -> Recipe:
+    """Return a recipe whose data's paths are those of this machine."""
+    data = recipe.data
+    path = ",".join(map(_existing, names(data.path)))
+    validation = data.validation and ",".join(map(_existing, names(data.validation)))
+    return replace(recipe, data=replace(data, path=path, validation=validation))
 
 
 def _existing(name: str) -> str:
