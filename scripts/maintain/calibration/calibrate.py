@@ -182,12 +182,6 @@ def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
     ]
 
 
-def _is_fitted(row: PublishedRow) -> bool:
-    """Return whether the software's constants are fitted on a row, which its GPU's constants must be measured for."""
-    mine = row.share == "fitted" and row.is_same_stack and row.known_gpu is not None
-    return mine and constants(row.cluster.gpu.name).measured
-
-
 def report(data: Mapping[str, Any]) -> str:
     """Return the errors on each measured table, and on all held-out tables together, as a Markdown table."""
     pairs: dict[tuple[bool, str], list[tuple[float, float]]] = {}
@@ -221,7 +215,9 @@ def main(arguments: Sequence[str]) -> int:
     if not report_only:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
         own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
-        own += published_runs([row for row in published_rows() if _is_fitted(row)])
+        # Only on GPUs whose own constants are measured, so that the software's do not make up for a data sheet's.
+        rows = [row for row in published_rows() if row.share == "fitted" and row.is_same_stack and row.known_gpu]
+        own += published_runs(row for row in rows if constants(row.cluster.gpu.name).measured)
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
         for name, software in TAKEN.items():
             data["common"]["values"][name] = data["others"][software]["values"][name]

@@ -12,7 +12,7 @@ from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.planning.model_profile.profile import LayerProfile, ModelProfile
 from deepspeed_recipes.recipe import deepspeed_file
 from deepspeed_recipes.recipe.conversions import from_dict
-from deepspeed_recipes.recipe.recipe import Layout, Recipe
+from deepspeed_recipes.recipe.recipe import Layout
 
 from .. import gpu_results
 from . import MEASUREMENTS
@@ -136,19 +136,17 @@ def _own_runs() -> Iterator[MeasuredRun]:
         for case in result["cases"]:
             runs = gpu_results.completed_runs(result, case["label"])
             recipe = from_dict(runs[0]["recipe"]) if runs else None
-            if recipe and case["peer"] == "recipe" and _is_plain(recipe):
-                yield MeasuredRun(
-                    f"ours, {name}",
-                    not name.startswith("planner_error"),
-                    "deepspeed",
-                    profile_of(recipe.model.config, recipe.lora),
-                    training_setup(recipe, deepspeed_file.parse(runs[0]["config"]), world_size=1),
-                    Cluster(find(result["environment"]["gpus"][0])),
-                    gpu_results.tokens_per_second(runs),
-                )
-
-
-def _is_plain(recipe: Recipe) -> bool:
-    usual = recipe.compile == "off" and not recipe.liger_kernel
-    fused = recipe.lora is not None and recipe.lora.fused
-    return usual and not fused and recipe.packing and recipe.gradient_checkpointing != "selective"
+            if recipe is None or case["peer"] != "recipe":
+                continue
+            fused = recipe.compile != "off" or recipe.liger_kernel or (recipe.lora is not None and recipe.lora.fused)
+            if fused or not recipe.packing or recipe.gradient_checkpointing == "selective":
+                continue
+            yield MeasuredRun(
+                f"ours, {name}",
+                not name.startswith("planner_error"),
+                "deepspeed",
+                profile_of(recipe.model.config, recipe.lora),
+                training_setup(recipe, deepspeed_file.parse(runs[0]["config"]), world_size=1),
+                Cluster(find(result["environment"]["gpus"][0])),
+                gpu_results.tokens_per_second(runs),
+            )

@@ -43,11 +43,6 @@ def _stored() -> Mapping[str, ModelProfile]:
     return lookup.read(PROFILES)
 
 
-def is_stored(row: PublishedRow) -> bool:
-    """Return whether a row's profile is stored."""
-    return any(training_mode(row.lora) in profile.saved_outside_layers for profile in _profiles(row.model))
-
-
 def profile_of(row: PublishedRow) -> ModelProfile:
     """Return the profile of a row's model with the row's adapters, computed if it is not stored."""
     for profile in _profiles(row.model):
@@ -67,11 +62,14 @@ def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
     """Return the adapters without a profile by model; an empty list if only full training lacks one."""
     found: dict[str, dict[str, Lora]] = {}
     for row in rows:
-        if (row.why_memory_is_not_planned and row.why_time_is_not_planned) or is_stored(row):
+        if row.why_memory_is_not_planned and row.why_time_is_not_planned:
+            continue
+        mode = training_mode(row.lora)
+        if any(mode in profile.saved_outside_layers for profile in _profiles(row.model)):
             continue
         adapters = found.setdefault(row.model, {})
         if row.lora:
-            adapters[training_mode(row.lora)] = row.lora
+            adapters[mode] = row.lora
     return {model: list(adapters.values()) for model, adapters in found.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed_recipes.recipe import compatibility, limits, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Reward, Simpo
-from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
+from deepspeed_recipes.recipe.recipe import Layout, Lora
 
 ROWS = {
     "data": Layout(),
@@ -64,14 +64,9 @@ def render() -> str:
 
 def why(layout: Layout, method: Mapping[str, Any], stage: int) -> str | None:
     """Return why a layout cannot be combined with a method and a ZeRO stage, for a model whose sizes all divide."""
-    return limits.limit(_recipe(layout, method), 16, DeepSpeedFile(stage=stage))
-
-
-def _recipe(layout: Layout, method: Mapping[str, Any]) -> Recipe:
-    recipe = pages.find("tiny", "full")
-    changes = dict(method)
+    recipe, changes = pages.find("tiny", "full"), dict(method)
     model = replace(recipe.model, config={}, quantization=changes.pop("quantization", "none"))
-    return replace(recipe, layout=layout, model=model, **changes)
+    return limits.limit(replace(recipe, layout=layout, model=model, **changes), 16, DeepSpeedFile(stage=stage))
 
 
 def _cell(whys: list[str | None], reasons: list[str]) -> str:

@@ -1,7 +1,6 @@
 """Generates the current text of every document that is generated in whole or in part."""
 
 from pathlib import Path
-from typing import Any
 
 from deepspeed_recipes.benchmarks import overhead, scaling
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS
@@ -14,7 +13,7 @@ from .. import gpu_results, served
 from ..calibration import MEASUREMENTS, accuracy, cpu_speed
 from ..calibration.published_rows import published_rows
 from . import chart, combinations, estimates, index, troubleshooting
-from .blocks import with_block
+from .blocks import END, begin
 
 SCRIPTS = Path(__file__).parents[2]
 
@@ -22,9 +21,7 @@ SCRIPTS = Path(__file__).parents[2]
 def documents() -> dict[Path, str]:
     """Return the text of each document by its path."""
     blocks = {
-        PAGES / "README.md": {
-            "families": index.families(),
-        },
+        PAGES / "README.md": {"families": index.families()},
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
         SCRIPTS / "README.md": {
             "hardware": index.hardware(),
@@ -35,7 +32,14 @@ def documents() -> dict[Path, str]:
         },
         MEASUREMENTS / "README.md": measurements(),
     }
-    found = {path: _with(path, generated) for path, generated in blocks.items()}
+    found = {}
+    for path, generated in blocks.items():
+        text = path.read_text(encoding="utf-8")
+        for name, content in generated.items():
+            before, opening, rest = text.partition(begin(name))
+            assert opening, f"{path} has no block {name!r}"
+            text = before + opening + content + END + rest.partition(END)[2]
+        found[path] = text
     found[CONFIGS / "TROUBLESHOOTING.md"] = troubleshooting.text()
     return found
 
@@ -49,23 +53,21 @@ def measurements() -> dict[str, str]:
         if set(names) & set(results)
         else "No comparison has been run on a GPU yet.\n"
     )
-    stored = (read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
+    overheads = []
+    for stage in (2, 3):
+        result = read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json")
+        settings, rounds = result["settings"], len(result["runs"]["recipe"])
+        where = f"{settings['ranks']} {'GPUs' if result['environment']['gpus'] else 'CPU ranks'}, {result['date']}"
+        about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {where}"
+        overheads.append(f"{about}:\n\n{overhead.table(result)}\n")
     return {
         "accuracy": accuracy.table(published_rows(), read_json(FILE)),
         "cpu_speed": cpu_speed.section(),
-        "overhead": "\n".join(overhead_section(result) for result in stored),
+        "overhead": "\n".join(overheads),
         "scaling": scaled(MEASUREMENTS),
         "speed": on_gpus,
         "estimates": estimates.render(list(estimates.rows(results))),
     }
-
-
-def overhead_section(result: dict[str, Any]) -> str:
-    """Return a stored result's table under a line with the measured setting, the hardware and the date."""
-    settings, rounds = result["settings"], len(result["runs"]["recipe"])
-    where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
-    about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"
-    return f"{about}:\n\n{overhead.table(result)}\n"
 
 
 def scaled(folder: Path) -> str:
@@ -85,10 +87,3 @@ def write() -> list[Path]:
     for path, text in changed.items():
         files.write_text(path, text)
     return list(changed)
-
-
-def _with(path: Path, generated: dict[str, str]) -> str:
-    text = path.read_text(encoding="utf-8")
-    for name, block in generated.items():
-        text = with_block(text, name, block)
-    return text

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, markdown, recipe_of
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Case, markdown, recipe_of
 from deepspeed_recipes.planning.cost.states import stage_shards
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -67,15 +67,13 @@ class Row:
 def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
     """Yield a line for every case with an estimate, with its results."""
     for benchmark in BENCHMARKS.values():
-        if benchmark.estimates:
-            yield from _rows(benchmark, results.get(benchmark.name))
-
-
-def _rows(benchmark: Benchmark, result: Mapping[str, Any] | None) -> Iterator[Row]:
-    gpu = find(result["environment"]["gpus"][0] if result else GPU)
-    for case in benchmark.cases:
-        runs = result["runs"].get(case.label) if result else None
-        yield row(case, Cluster(gpu), runs[0] if runs else None)
+        if not benchmark.estimates:
+            continue
+        result = results.get(benchmark.name)
+        gpu = find(result["environment"]["gpus"][0] if result else GPU)
+        for case in benchmark.cases:
+            runs = result["runs"].get(case.label) if result else None
+            yield row(case, Cluster(gpu), runs[0] if runs else None)
 
 
 def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> Row:

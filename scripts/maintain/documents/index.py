@@ -1,7 +1,6 @@
 """The table of families in recipes/README.md; those of hardware and of other tools' names in scripts/README.md."""
 
 import json
-from collections.abc import Iterator
 from itertools import product
 
 from deepspeed_recipes.planning.cost.constants import FILE
@@ -19,13 +18,47 @@ UNSHOWN = "-"
 
 
 def families() -> str:
-    """Return the table of families."""
-    return "".join(_families())
+    """Return the table of families, with a column for measured peaks once there are any."""
+    seen = gpu_results.measured_recipes(MEASUREMENTS)
+    columns = ["family", "sizes", "variants", *(["measured per GPU"] if seen else []), "command"]
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    for family in pages.families():
+        module = pages.page(family)
+        sizes = ", ".join(f"{size} ({pages.human(model.parameters)})" for size, model in module.SIZES.items())
+        variants = pages.variants(module)
+        name = f"{family}-{next(iter(module.SIZES))}"
+        first = "lora" if "lora" in variants else variants[0]
+        found = (
+            f"{size} {one}: {seen[key]}"
+            for size, one in product(module.SIZES, variants)
+            if (key := f"{family}-{size}-{one}") in seen
+        )
+        measured = ["; ".join(found) or UNSHOWN] if seen else []
+        command = f"`python scripts/launch.py {name} {first}`"
+        lines.append(_line([f"[{family}]({family}.py)", sizes, ", ".join(variants), *measured, command]))
+    return "".join(lines)
 
 
 def hardware() -> str:
     """Return the table of the hardware that each recipe needs, with an explanation of its cells."""
-    return _meaning() + "".join(_needs())
+    least, *_, most = sorted(high for _, high, _ in json.loads(FILE.read_text())["ranges"]["memory"].values())
+    more = f"{least:.1f} to {most:.1f}"
+    meaning = f"""Predicted, not measured: the smallest hardware on which the recipe fits **unchanged**, with its page's
+DeepSpeed file, micro-batch, sequence length and checkpointing. Single GPUs are tried first ({", ".join(SINGLE)}), then
+2, 4, 8 and more {GPU}, eight per node; if there are more GPUs than sequences in the batch, each GPU gets a micro-batch.
+In brackets: GiB on the fullest GPU, and with offloading also GiB of host memory per node. The memory leaves room for
+{more} times as much, the most that published runs of the same kind took. A dash: the page has no such variant, or it
+does not fit on {LARGEST:,} GPUs.
+
+"""
+    lines = [_line(["recipe", *VARIANTS]), _line(["---"] * (1 + len(VARIANTS)))]
+    for family in pages.families():
+        module = pages.page(family)
+        known = pages.variants(module)
+        for size in module.SIZES:
+            cells = [_hardware(pages.build(module, size, name)) if name in known else UNSHOWN for name in VARIANTS]
+            lines.append(_line([f"{family}-{size}", *cells]))
+    return meaning + "".join(lines)
 
 
 def names() -> str:
@@ -44,51 +77,6 @@ def names() -> str:
         for ours, theirs in names.items()
     )
     return _line(["here", "elsewhere"]) + _line(["---", "---"]) + "".join(rows)
-
-
-def _families() -> Iterator[str]:
-    """Yield the table of families, with a column for measured peaks once there are any."""
-    seen = gpu_results.measured_recipes(MEASUREMENTS)
-    columns = ["family", "sizes", "variants", *(["measured per GPU"] if seen else []), "command"]
-    yield _line(columns) + _line(["---"] * len(columns))
-    for family in pages.families():
-        module = pages.page(family)
-        sizes = ", ".join(f"{size} ({pages.human(model.parameters)})" for size, model in module.SIZES.items())
-        variants = pages.variants(module)
-        name = f"{family}-{next(iter(module.SIZES))}"
-        first = "lora" if "lora" in variants else variants[0]
-        found = (
-            f"{size} {one}: {seen[key]}"
-            for size, one in product(module.SIZES, variants)
-            if (key := f"{family}-{size}-{one}") in seen
-        )
-        measured = ["; ".join(found) or UNSHOWN] if seen else []
-        command = f"`python scripts/launch.py {name} {first}`"
-        yield _line([f"[{family}]({family}.py)", sizes, ", ".join(variants), *measured, command])
-
-
-def _meaning() -> str:
-    """Return the explanation above the table of hardware."""
-    least, *_, most = sorted(high for _, high, _ in json.loads(FILE.read_text())["ranges"]["memory"].values())
-    more = f"{least:.1f} to {most:.1f}"
-    return f"""Predicted, not measured: the smallest hardware on which the recipe fits **unchanged**, with its page's
-DeepSpeed file, micro-batch, sequence length and checkpointing. Single GPUs are tried first ({", ".join(SINGLE)}), then
-2, 4, 8 and more {GPU}, eight per node; if there are more GPUs than sequences in the batch, each GPU gets a micro-batch.
-In brackets: GiB on the fullest GPU, and with offloading also GiB of host memory per node. The memory leaves room for
-{more} times as much, the most that published runs of the same kind took. A dash: the page has no such variant, or it
-does not fit on {LARGEST:,} GPUs.
-
-"""
-
-
-def _needs() -> Iterator[str]:
-    yield _line(["recipe", *VARIANTS]) + _line(["---"] * (1 + len(VARIANTS)))
-    for family in pages.families():
-        module = pages.page(family)
-        for size in module.SIZES:
-            known = pages.variants(module)
-            cells = [_hardware(pages.build(module, size, name)) if name in known else UNSHOWN for name in VARIANTS]
-            yield _line([f"{family}-{size}", *cells])
 
 
 def _line(cells: list[str]) -> str:

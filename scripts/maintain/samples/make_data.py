@@ -185,16 +185,6 @@ def rows(name: str, seed: int, seen: set[str]) -> Iterator[dict]:
             yield row
 
 
-def write_all(output: Path, seed: int) -> None:
-    """Write every file under `output`; no text and no answer occurs twice, in one file or in two."""
-    seen: set[str] = set()
-    for name in FILES:
-        path = output / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows(name, seed, seen)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line and write the files."""
     parser = argparse.ArgumentParser(
@@ -211,9 +201,13 @@ def main(arguments: list[str] | None = None) -> None:
         "--seed", type=int, default=SEED, help=f"another seed gives other people and amounts (default: {SEED})"
     )
     options = parser.parse_args(arguments)
-    write_all(options.output, options.seed)
+    seen: set[str] = set()  # no text and no answer occurs twice, in one file or in two
     for name, count in COUNTS.items():
-        print(f"{options.output / name}.jsonl: {count} examples")
+        path = options.output / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows(name, options.seed, seen)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        print(f"{path}: {count} examples")
 
 
 if __name__ == "__main__":

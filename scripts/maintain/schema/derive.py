@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -84,7 +83,9 @@ def derive() -> dict:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime import config as ds
 
-    with _silence():
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # DeepSpeed logs several lines per config, and this makes thousands of configs
+    try:
         root = _recorded_section((), names.texts())
         for name in READ_ELSEWHERE:
             root["keys"].setdefault(name, {"default": None})
@@ -97,7 +98,7 @@ def derive() -> dict:
             "root": root,
             "removed": removed,
             "removed_zero": dict(getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", {})),
-            "optimizers": names.optimizers(),
+            "optimizers": sorted(ds.DEEPSPEED_OPTIMIZERS),
             "optimizer_parameters": names.optimizer_parameters(),
             "schedulers": names.schedulers(),
             "torch_optimizers": names.torch_classes("optim", "Optimizer"),
@@ -106,6 +107,8 @@ def derive() -> dict:
             "expert_presets": names.expert_presets(),
             "tensor_presets": names.tensor_presets(),
         }
+    finally:
+        logging.disable(level)
 
 
 def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
@@ -113,6 +116,11 @@ def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
     model = section_model(path)
     if model is not None:
         return section_node(model)
+    if path == ("pipeline",):  # is merged into these defaults, and nothing else reads it
+        from deepspeed.runtime.config import get_pipeline_config
+
+        defaults = sorted(get_pipeline_config({}).items())
+        return {"unknown": "ignored", "keys": {name: {"default": value} for name, value in defaults}}
     recorder = Recorder(_FILLINGS.get(path[-1], {}) if path else _BATCH)
     _loads(_place(path, recorder))
     keys = {
@@ -121,7 +129,7 @@ def _recorded_section(path: tuple[str, ...], texts: tuple[str, ...]) -> dict:
         if name not in _BATCH or not path
     }
     unknown = "open" if ".".join(path) in OPEN else "ignored"
-    return {"unknown": unknown, "keys": _pipeline_keys() if path == ("pipeline",) else keys}
+    return {"unknown": unknown, "keys": keys}
 
 
 def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]) -> dict:
@@ -130,8 +138,7 @@ def _recorded_key(path: tuple[str, ...], default: object, texts: tuple[str, ...]
     key = {"default": plain(default)}
     if len(loads) < len(SAMPLES) and path not in MACHINE_DEPENDENT:
         key["loads"] = loads
-    if "text" not in loads and any(_loads(_place(path, text)) for text in texts):
-        accepted = [text for text in texts if _loads(_place(path, text))]
+    if "text" not in loads and (accepted := [text for text in texts if _loads(_place(path, text))]):
         key["texts"] = sorted({text.lower() for text in accepted})
         key["any_case"] = _loads(_place(path, accepted[0].upper())) and _loads(_place(path, accepted[0].lower()))
     probe = Recorder(_FILLINGS.get(name, {}))
@@ -174,25 +181,6 @@ def _loads(config: dict) -> bool:
     except Exception:  # any exception means that it did not load
         return False
     return True
-
-
-def _pipeline_keys() -> dict:
-    """Return the keys of the defaults that the pipeline section is merged into; nothing else reads it."""
-    from deepspeed.runtime.config import get_pipeline_config
-
-    default = get_pipeline_config({})
-    return {name: {"default": value} for name, value in sorted(default.items())}
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Silence logging: DeepSpeed logs several lines per config, and deriving makes thousands of configs."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(level)
 
 
 def write(derived: dict) -> None:

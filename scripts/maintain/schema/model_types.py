@@ -13,24 +13,25 @@ def derive(names: list[str] | None = None) -> dict[str, dict]:
     """Return the content of `model_types.json`, for some model types or for all. Imports transformers."""
     from transformers import CONFIG_MAPPING
 
-    return {name: found for name in names or sorted(CONFIG_MAPPING) if (found := _of_type(CONFIG_MAPPING, name))}
-
-
-def _of_type(mapping, name: str) -> dict:
-    try:
-        config = mapping[name]()
-    except Exception:  # a few cannot be built without their parts, or need another library
-        return {}
-    found: dict = {}
-    for dimension in DIMENSIONS:
+    result: dict[str, dict] = {}
+    for name in names or sorted(CONFIG_MAPPING):
         try:
-            value = getattr(config, dimension, None)
-        except Exception:  # the dimension differs between layers
+            config = CONFIG_MAPPING[name]()
+        except Exception:  # a few cannot be built without their parts, or need another library
             continue
-        if isinstance(value, int):
-            found[dimension] = [config.attribute_map.get(dimension, dimension), value]
-    inner = getattr(getattr(config, "text_config", None), "model_type", None)
-    return {**found, "text_config": inner} if inner else found
+        found: dict = {}
+        for dimension in DIMENSIONS:
+            try:
+                value = getattr(config, dimension, None)
+            except Exception:  # the dimension differs between layers
+                continue
+            if isinstance(value, int):
+                found[dimension] = [config.attribute_map.get(dimension, dimension), value]
+        if inner := getattr(getattr(config, "text_config", None), "model_type", None):
+            found["text_config"] = inner
+        if found:
+            result[name] = found
+    return result
 
 
 if __name__ == "__main__":

@@ -29,13 +29,6 @@ def texts() -> tuple[str, ...]:
     return tuple(sorted(words - {"auto"}))
 
 
-def optimizers() -> list[str]:
-    """Return the optimizers that DeepSpeed supports by name."""
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    return sorted(DEEPSPEED_OPTIMIZERS)
-
-
 def optimizer_parameters() -> dict[str, dict[str, dict]]:
     """Return the parameters of DeepSpeed's optimizers, for each class that a name may stand for.
 
@@ -52,8 +45,14 @@ def optimizer_parameters() -> dict[str, dict[str, dict]]:
     taken = {name: _entry({"kind": "truth"}) for name in ("adam_w_mode", "torch_adam", "fp32_optimizer_states")}
     passed = ("adamw_mode",)
 
-    def like(twin: dict, kind: type, *without: str) -> dict:
-        return {name: entry for name, entry in _like(kind, twin).items() if name not in without}
+    def like(twin: dict, kind: type, *without: str) -> dict[str, dict]:
+        """Return the parameters of a class that cannot be built here, with the types of the twin's."""
+        _, *parameters = inspect.signature(kind).parameters.values()
+        kept = [item for item in parameters if item.name not in without]
+        result = {item.name: twin.get(item.name, _entry(_type_of_default(item.default))) for item in kept}
+        if "does not support the AMSGrad variant" in inspect.getsource(kind):
+            result["amsgrad"] = _entry({"kind": "literal", "values": [False]})
+        return result
 
     momentum = parameters_of(torch.optim.SGD)["momentum"]
     muon = {name: adam.get(name, momentum if name == "momentum" else _entry({"kind": "str"})) for name in MUON_HALVES}
@@ -107,15 +106,6 @@ def parameters_of(kind: type) -> dict[str, dict]:
         return lambda value: _runs(kind, {**required, name: value})
 
     return {item.name: _entry(_tried(runs(item.name), item.default), item.name in required) for item in parameters}
-
-
-def _like(kind: type, twin: dict[str, dict]) -> dict[str, dict]:
-    """Return the parameters of a class that cannot be built here, with the types of the twin's."""
-    _, *parameters = inspect.signature(kind).parameters.values()
-    result = {item.name: twin.get(item.name, _entry(_type_of_default(item.default))) for item in parameters}
-    if "does not support the AMSGrad variant" in inspect.getsource(kind):
-        result["amsgrad"] = _entry({"kind": "literal", "values": [False]})
-    return result
 
 
 def _entry(kind: dict | None, required: bool = False) -> dict:

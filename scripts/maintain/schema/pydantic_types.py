@@ -1,5 +1,6 @@
 """The sections that DeepSpeed reads with pydantic: their keys, types and defaults as JSON data."""
 
+import contextlib
 import enum
 import inspect
 import types
@@ -40,10 +41,17 @@ def section_model(path: tuple[str, ...]):
 
 def section_node(model) -> dict:
     """Return a pydantic model as a node of the schema, with the sections inside it."""
+    from pydantic import ValidationError
+
     keys = {}
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra or {}
-        key = {"type": _type_of_field(model, name, field), "default": plain(_default(field))}
+        kind = type_of(field.annotation, field.metadata)
+        if kind["kind"] == "list":
+            with contextlib.suppress(ValidationError):  # only trying shows whether a single string is taken too
+                model(**{name: "x"})
+                kind = {"kind": "union", "of": [kind, {"kind": "str"}]}
+        key = {"type": kind, "default": plain(field.get_default(call_default_factory=True))}
         if extra.get("deprecated"):
             key["deprecated"] = extra.get("new_param", "")
             key["excludes"] = extra.get("set_new_param", True)
@@ -53,24 +61,6 @@ def section_node(model) -> dict:
         if field.alias and model.model_config.get("populate_by_name"):
             keys[name] = {**key, "alias_of": field.alias}
     return {"unknown": "rejected" if model.model_config.get("extra") == "forbid" else "ignored", "keys": keys}
-
-
-def _type_of_field(model, name: str, field) -> dict:
-    """Return a field's type; a list whose model also takes a single string for it, which only trying shows, as both."""
-    from pydantic import ValidationError
-
-    kind = type_of(field.annotation, field.metadata)
-    if kind["kind"] != "list":
-        return kind
-    try:
-        model(**{name: "x"})
-    except ValidationError:
-        return kind
-    return {"kind": "union", "of": [kind, {"kind": "str"}]}
-
-
-def _default(field) -> object:
-    return field.get_default(call_default_factory=True)
 
 
 def _model_in(annotation):
@@ -95,9 +85,7 @@ def type_of(annotation, constraints=()) -> dict:
         return {"kind": "list", "of": type_of(arguments[0])}
     if origin is dict or annotation in (dict, typing.Dict):  # noqa: UP006
         return {"kind": "object"}
-    if origin is tuple or annotation is tuple:
-        return {"kind": "list", "of": {"kind": "anything"}}
-    if annotation is list:
+    if origin is tuple or annotation in (tuple, list):
         return {"kind": "list", "of": {"kind": "anything"}}
     if annotation is type(None):
         return {"kind": "null"}
@@ -107,18 +95,10 @@ def type_of(annotation, constraints=()) -> dict:
         whole = issubclass(annotation, int)
         return {"kind": "enum", "values": sorted({item.value for item in annotation}), "integer": whole}
     if annotation in (bool, str, int, float):
-        return {"kind": annotation.__name__, **_bounds(constraints)}
+        named = ((name, getattr(one, name, None)) for one in constraints for name in ("gt", "ge", "lt", "le"))
+        return {"kind": annotation.__name__, **{name: limit for name, limit in named if limit is not None}}
     if annotation is Path:
         return {"kind": "str"}
     if _model_in(annotation):
         return {"kind": "section"}
     return {"kind": "nothing", "is": getattr(annotation, "__name__", str(annotation))}
-
-
-def _bounds(constraints) -> dict:
-    bounds = {}
-    for constraint in constraints:
-        for name in ("gt", "ge", "lt", "le"):
-            if (limit := getattr(constraint, name, None)) is not None:
-                bounds[name] = limit
-    return bounds

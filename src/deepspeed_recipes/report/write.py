@@ -151,6 +151,7 @@ def comparison(found: Sequence[RunData]) -> Document:
             if isinstance(cell, Number):
                 cells[at] = replace(cell, source=f"{run.folder.path}/{cell.source}")
         rows.append((label, *cells))
+    # A warning if the runs were measured on different held-out examples.
     sets: list[tuple[tuple[str, object], tuple[object, ...]]] = []
     keys = ("examples", "dropped", "tokens", "loss_tokens")
     for run in found:

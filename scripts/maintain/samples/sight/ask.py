@@ -48,38 +48,23 @@ def question(rng: random.Random) -> Chat:
     """Return an example of the fine-tuning task; one in twelve has two images, one in twenty-four has none."""
     kind = rng.randrange(24)
     if kind == 0:
-        return _number(rng)
+        tens, ones = rng.randrange(len(TENS)), rng.randrange(len(ONES))
+        return [], f"Write {TENS[tens]}-{ONES[ones]} in digits.", f"{tens + 2}{ones + 1}"
     if kind <= 2:
-        return _two_dials(rng)
+        first, second = any_dial(rng), any_dial(rng)
+        while first.value == second.value:
+            second = any_dial(rng)
+        return [first, second], "Which dial shows more?", "the first" if first.value > second.value else "the second"
     picture = any_picture(rng)
     if isinstance(picture, Dial):
         return [picture], "What does the dial show?", str(picture.value)
+    whole = rng.random() < 0.4  # a question about all bars or lines
     if isinstance(picture, Bars):
-        return [picture], *_about_bars(picture, rng)
-    return [picture], *_about_receipt(picture, rng)
-
-
-def _about_bars(bars: Bars, rng: random.Random) -> tuple[str, str]:
-    if rng.random() < 0.4:
-        return "Which bar is the highest?", max(bars.heights, key=lambda bar: bar[1])[0]
-    colour, height = rng.choice(bars.heights)
-    return f"How high is the {colour} bar?", str(height)
-
-
-def _about_receipt(receipt: Receipt, rng: random.Random) -> tuple[str, str]:
-    if rng.random() < 0.4:
-        return "What is the sum?", str(receipt.total)
-    name, price = rng.choice(receipt.prices)
-    return f"What does the {name} cost?", str(price)
-
-
-def _two_dials(rng: random.Random) -> Chat:
-    first, second = any_dial(rng), any_dial(rng)
-    while first.value == second.value:
-        second = any_dial(rng)
-    return [first, second], "Which dial shows more?", "the first" if first.value > second.value else "the second"
-
-
-def _number(rng: random.Random) -> Chat:
-    tens, ones = rng.randrange(len(TENS)), rng.randrange(len(ONES))
-    return [], f"Write {TENS[tens]}-{ONES[ones]} in digits.", f"{tens + 2}{ones + 1}"
+        if whole:
+            return [picture], "Which bar is the highest?", max(picture.heights, key=lambda bar: bar[1])[0]
+        colour, height = rng.choice(picture.heights)
+        return [picture], f"How high is the {colour} bar?", str(height)
+    if whole:
+        return [picture], "What is the sum?", str(picture.total)
+    name, price = rng.choice(picture.prices)
+    return [picture], f"What does the {name} cost?", str(price)

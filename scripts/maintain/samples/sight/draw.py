@@ -110,7 +110,10 @@ def draw(picture: Picture, rng: random.Random) -> Image.Image:
         return _receipt(picture, rng, shade)
     canvas = Image.new("RGB", (SIZE * FINER, SIZE * FINER), (shade, shade, rng.randint(shade - 8, shade)))
     pen = ImageDraw.Draw(canvas)
-    (_dial if isinstance(picture, Dial) else _bars)(picture, rng, pen)  # type: ignore[arg-type]
+    if isinstance(picture, Dial):
+        _dial(picture, rng, pen)
+    else:
+        _bars(picture, rng, pen)
     return canvas.reduce(FINER)
 
 

@@ -117,18 +117,6 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Return the processor, which resizes images to 48 x 48 pixels, 36 tokens each."""
-    return LlavaProcessor(
-        image_processor=SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="full",
-        image_token=IMAGE,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGeneration:
     """Make a LLaVA of half a million parameters: a SigLIP tower, two linear layers and a Qwen3."""
     tokens = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
@@ -292,9 +280,17 @@ def main() -> None:
 
 
 def write(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the model in bf16, with its processor."""
+    """Write the model in bf16, with its processor, which resizes images to 48 x 48 pixels, 36 tokens each."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
-    processor_of(tokenizer).save_pretrained(folder)
+    processor = LlavaProcessor(
+        image_processor=SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="full",
+        image_token=IMAGE,
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.save_pretrained(folder)
 
 
 if __name__ == "__main__":
