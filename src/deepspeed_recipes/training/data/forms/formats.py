@@ -734,7 +734,7 @@ def reading_of(data: Data) -> Json:
     fields = column_fields(data.columns)
     columns = {column: field for column, field in fields.items() if field not in OF_TURNS}
     of_turns = {key: field for key, field in fields.items() if field in OF_TURNS}
-    roles = {}
+    roles: dict[str, str] = {}
     for name, _, role in (pair.partition(":") for pair in (data.roles or "").split(",") if pair.strip()):
         if not name.strip() or role.strip().lower() not in ROLES:
             raise UserError(
