@@ -455,6 +455,8 @@ def test_roles_that_no_turn_has_are_found():
     assert formats.unused_roles(reading, [iter(rows)]) == {"bot"}
     assert formats.unused_roles(reading, [iter(rows[:1])]) == {"agent", "bot"}
     assert not formats.unused_roles(reading | {"transform": "mine.py:change"}, [iter(rows)])
+    with pytest.raises(UserError, match="Q becomes two fields"):
+        formats.column_fields("Q:prompt,A:completion,Q:input")
     with pytest.raises(UserError, match="Customer has two roles"):
         formats.reading_of(Data("a", roles="customer:user,Customer:assistant"))
 

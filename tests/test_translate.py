@@ -629,6 +629,35 @@ def test_what_a_list_of_data_sets_says_is_used_or_named(place):
         translate.translate(written(place, '{"stage": "sft", "stage": "pt"}', "theirs.json"), 1)
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        ({"freeze_multi_modal_projector": False}, "freeze_multi_modal_projector", "the projector is frozen"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio", "schedule.warmup is a number of steps from 1 on"),
+        ({"shuffle_dataset": False, "num_generations": 4}, "shuffle_dataset", "always shuffled"),
+        ({"use_bias_correction_kl": False, "num_generations": 4}, "use_bias_correction_kl", "unless this is false"),
+        ({"disable_dropout": False, "loss_type": "sigmoid"}, "disable_dropout", "dropout is off in dpo"),
+    ],
+)
+def test_what_is_on_by_default_there_is_not_off_as_here(place, values, key, said):
+    theirs = FACTORY if key.startswith(("freeze", "warmup")) else TRL
+    found = translate.translate(written(place, yaml.safe_dump({**theirs, **values})), 1)
+    assert said in found.missing[key] and key not in found.off
+
+
+def test_reasoning_columns_and_the_best_checkpoint_are_translated(place):
+    theirs = FACTORY | {"enable_thinking": False, "save_strategy": "best"}
+    found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+    assert found.overrides["data.thinking"] == "strip" and "keep_best=true" in found.yours["save_strategy"]
+    assert "save_steps" not in found.overrides
+    found = translate.translate(written(place, yaml.safe_dump(TRL | {"dataset_text_field": "body"})), 1)
+    assert found.overrides["data.columns"] == "body:text"
+    (place / "data" / "ours.jsonl").write_text('{"question": "1?", "answer": "2", "input": "x", "system": "y"}\n')
+    found = translate.translate(written(place, yaml.safe_dump(FACTORY)), 1)
+    for field in ("input", "system"):
+        assert f"{field} is in the file and not in its columns" in found.missing["dataset: ours"]
+
+
 def test_columns_and_tags_of_held_out_data_count_too(place):
     tags = {"observation_tag": "result", "function_tag": "ask", "role_tag": "from", "user_tag": "customer"}
     held = {"file_name": "ours.jsonl", "formatting": "sharegpt", "columns": {"messages": "chat"}, "tags": tags}

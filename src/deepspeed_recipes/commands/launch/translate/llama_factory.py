@@ -11,6 +11,7 @@ from ....recipe.files import JsonView
 from ....recipe.overrides import OTHER_TOOLS
 from ....recipe.run_folder import read_json
 from ....recipe.samples import ROLES
+from ....training.data import text_files
 from . import trainer
 from .translation import ADAPTERS, Translation
 
@@ -200,8 +201,20 @@ def _data(found: Translation, place: Path) -> None:
         else:
             _sources(found, name, key, known, words, renamed, roles)
     trainer.held_out_share(found, "val_size")
+    if found.values.get("enable_thinking") is False and found.method == "sft":
+        found.set("data.thinking", "strip", "enable_thinking")
     if found.given("max_samples") and "," in str(found.values.get("dataset", "")):
         found.remarks.append("max_samples: the number is of all data sets together, not of each")
+
+
+def _unlisted(file: Path, columns: JsonView) -> list[str]:
+    """Return the fields of a file's first example that we read, and LLaMA-Factory only if they are listed."""
+    try:
+        first = next((example for _, example in text_files.read(file)), {})
+    except (UserError, OSError):  # which the launcher reports
+        return []
+    listed = {"history": "history", "system": "system"} | ({"input": "query"} if columns else {})
+    return [field for field, theirs in listed.items() if first.get(field) and theirs not in columns]
 
 
 def _sources(
@@ -235,6 +248,9 @@ def _sources(
         if unread := sorted(entry.keys() - set(ENTRY)):
             found.remarks.append(f"dataset_info.json: {word}: not read: {', '.join(unread)}")
         problems += [f"{kind} are not read" for kind in ("videos", "audios") if columns.get(kind)]
+        if entry.get("formatting", "alpaca") == "alpaca" and "file_name" in entry and found.method != "pretrain":
+            for field in _unlisted(folder / str(entry["file_name"]), columns):
+                problems.append(f"{field} is in the file and not in its columns, so it would be read here alone")
         if problems:
             found.lack(f"{name}: {word}", "; ".join(problems))
         usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}

@@ -93,7 +93,12 @@ def _optimization(found: Translation) -> None:
         if len(given) == 2:  # as in transformers
             given = given[:1] if steps or not ratio else given[1:]
             found.unneeded["warmup_ratio" if given == ["warmup_steps"] else "warmup_steps"] = f"{given[0]} counts"
-        found.set("schedule.warmup", steps or ratio or 0.0, *given)
+        if not steps and number(ratio or 0, "warmup_ratio") >= 1:
+            found.lack(
+                "warmup_ratio", f"{ratio}: schedule.warmup is a number of steps from 1 on; give theirs"
+            )
+        else:
+            found.set("schedule.warmup", steps or ratio or 0.0, *given)
     name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
     if kind in OUR_OPTIMIZERS:
@@ -144,6 +149,9 @@ def _saving(found: Translation) -> None:
                 found.leave(name, f"a stream has no epochs: give {key}=N")
             else:
                 found.set(key, "epoch", name)
+            continue
+        if kind == "best":
+            found.leave(name, "keep_best=true exports the best of the checkpoints that save_steps=N saves")
             continue
         if kind in ("no", False):
             off = {"save_steps": 0, "eval_steps": None}[key]

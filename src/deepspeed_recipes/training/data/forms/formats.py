@@ -636,6 +636,8 @@ def column_fields(text: str | None) -> dict[str, str]:
     pairs = re.findall(rf"\s*(.+?)\s*:\s*({'|'.join((*FIELDS, *OF_TURNS))})\s*(?:,|$)", text)
     if re.sub(r"\s", "", ",".join(f"{column}:{field}" for column, field in pairs)) != re.sub(r"\s", "", text):
         raise UserError(f"data.columns={text}: {HOW_TO_RENAME}")
+    if twice := [one for one, field in pairs if dict(pairs)[one] != field]:
+        raise UserError(f"data.columns={text}: {twice[0]} becomes two fields; keep one of them.")
     return dict(pairs)
 
 
