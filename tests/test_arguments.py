@@ -52,6 +52,16 @@ def test_batches_epochs_and_precision_reach_the_trainer(tmp_path):
     assert asked.bf16 and not asked.fp16
 
 
+@pytest.mark.parametrize(
+    ("data", "on_gpu", "processes"), [({}, True, 2), ({}, False, 0), ({"streaming": True, "workers": 4}, True, 1)]
+)
+def test_processes_load_data_with_gpus_only_and_one_reads_a_stream(tmp_path, data, on_gpu, processes):
+    recipe = small(tmp_path, tmp_path / "data.jsonl")
+    recipe = replace(recipe, data=replace(recipe.data, **data))
+    common = common_arguments(recipe, RunFolder(tmp_path), deepspeed_file.read(recipe.deepspeed), 2, on_gpu)
+    assert common["dataloader_num_workers"] == processes
+
+
 RATES = {"constant": [1, 1, 1], "constant_with_warmup": [0.5, 1, 1], "linear": [0.5, 1, 0.5], "cosine": [0.5, 1, 0.5]}
 """Shares of the learning rate at steps 1, 2 and 6 of 10, after two steps of warm-up."""
 

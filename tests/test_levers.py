@@ -25,7 +25,6 @@ from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import activation_checkpointing
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.arguments import loader_processes
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.model import attention, draft, probe, transforms
 from deepspeed_recipes.training.model import lora as adapters
@@ -444,13 +443,6 @@ def test_the_loss_is_tiled_where_whole_logits_would_be_large():
     assert tiles_loss(replace(recipe, tiled_loss=True, sequence_length=8), 100)
     for changes in ({"method": "dpo"}, {"layout": Layout(pipeline=2)}, {"router_aux_loss_coef": 0.1}):
         assert not tiles_loss(replace(recipe, **changes), 128256)
-
-
-def test_loader_processes_are_used_with_gpus_only(model_folder, conversations):
-    recipe = small(model_folder, conversations)
-    assert (loader_processes(recipe, True), loader_processes(recipe, False)) == (2, 0)
-    stream = replace(recipe, data=replace(recipe.data, streaming=True, workers=4))
-    assert loader_processes(stream, True) == 1
 
 
 def test_optimisations_are_override_keys_like_any_other(model_folder, conversations):

@@ -181,19 +181,23 @@ def test_peft_takes_sharded_weights_for_vectors(model_folder):
 
 def test_the_full_rate_comes_first():
     """The Trainer logs the rate of the first group."""
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    group = {"params": weights, "weight_decay": 0.1}
-    found = optimizer.split_by_rate([group], 1e-3, dict(zip(weights, (0.5, 1.0, 0.5), strict=True)))
-    assert [(one["lr"], len(one["params"])) for one in found] == [(1e-3, 1), (5e-4, 2)]
+    layers, norm = torch.nn.ModuleList([torch.nn.Linear(2, 2)]), torch.nn.Linear(2, 2, bias=False)
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": layers, "norm": norm})})
+    decayed = dict(model.named_parameters())
+    made = optimizer.make(changed("layer_decay=0.5"), model, torch.optim.SGD, decayed, {"lr": 1e-3})
+    assert [(one["lr"], len(one["params"])) for one in made.param_groups] == [(1e-3, 1), (5e-4, 2)]
 
 
-def test_muon_takes_sharded_matrices_for_matrices():
+def test_muon_takes_sharded_matrices_for_matrices(monkeypatch):
     linear, sharded = torch.nn.Linear(4, 8, bias=False), torch.nn.Parameter(torch.zeros(0))
     sharded.ds_shape = torch.Size((8, 4))
     model = torch.nn.Sequential(torch.nn.Embedding(3, 4), linear, torch.nn.LayerNorm(4))
     model.register_parameter("sharded", sharded)
     model.get_output_embeddings = lambda: None
-    assert optimizer.muon_matrices(model) == {linear.weight, sharded}
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda _: None)
+    group = {"params": list(model.parameters()), "lr": 1e-3, "weight_decay": 0.0}
+    optimizer._muon(model, [group], betas=(0.9, 0.999), eps=1e-8, fused=True)
+    assert {weight for weight in model.parameters() if weight.use_muon} == {linear.weight, sharded}
 
 
 def test_the_lengths_of_documents_are_known_to_each_token():

@@ -3,15 +3,17 @@
 import re
 import runpy
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepspeed_recipes.machine import software
 from deepspeed_recipes.machine.software import pins
+from deepspeed_recipes.recipe import deepspeed_file, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout
-from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training import distributed
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = ROOT / "tests" / "stacks"
@@ -71,12 +73,13 @@ def test_a_stack_replaces_pins_and_adds_none():
 @pytest.mark.parametrize("key", software.LAYOUTS)
 def test_a_layout_that_an_old_deepspeed_gets_wrong_is_refused(monkeypatch, key):
     first, why = software.LAYOUTS[key]
-    layout = Layout(**{key: 2})
-    monkeypatch.setattr(upstream.metadata, "version", lambda _: "0.19.0")
+    split, whole = (replace(pages.find("tiny", "full"), layout=layout) for layout in (Layout(**{key: 2}), Layout()))
+    file = deepspeed_file.parse({})
+    monkeypatch.setattr(distributed.metadata, "version", lambda _: "0.19.0")
     with pytest.raises(
         UserError, match=rf"layout\.{key}=2: DeepSpeed 0\.19\.0 {why}: pip install 'deepspeed>={first}'"
     ):
-        upstream.check_version(layout)
-    upstream.check_version(Layout())
-    monkeypatch.setattr(upstream.metadata, "version", lambda _: first)
-    upstream.check_version(layout)
+        distributed.check_installed(split, file)
+    distributed.check_installed(whole, file)
+    monkeypatch.setattr(distributed.metadata, "version", lambda _: first)
+    distributed.check_installed(split, file)

@@ -26,6 +26,7 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
     config = deepspeed_config(recipe, file)
     if universal.is_needed(recipe.layout, run, world_size):
         config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
+    workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
     return {
         "output_dir": str(run.checkpoints),
         "deepspeed": config,
@@ -51,7 +52,8 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
         "torch_compile": file.deepcompile,  # otherwise accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
-        "dataloader_num_workers": loader_processes(recipe, on_gpu),
+        # Only one process can read a stream; the others would have nothing to read.
+        "dataloader_num_workers": min(workers, 1) if recipe.data.streaming else workers,
         # Streams: accelerate would read on rank 0 and broadcast, which needs sequences of equal length. Pinned memory
         # lets sequences be copied while the GPU computes.
         "accelerator_config": {"dispatch_batches": False, "non_blocking": on_gpu},
@@ -75,13 +77,6 @@ def gather_layers(arguments: TrainingArguments, model: PreTrainedModel, file: De
     fill_prefetch(arguments.hf_deepspeed_config.config, hidden, max(sizes, default=0))
 
 
-def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
-    """Return the number of processes that load data for a rank."""
-    workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)
-    # Only one process can read a stream; the others would have nothing to read.
-    return min(workers, 1) if recipe.data.streaming else workers
-
-
 def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
@@ -95,6 +90,9 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
         config.pop(key, None)
     if layout.pipeline > 1:
         config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
+        config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
+        # Sending one shard per tensor rank fixes the first shape, but unpacked sequences vary in length.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     elif layout.tensor > 1:
         sizes: Json = {"autotp_size": layout.tensor}
         if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields:
@@ -107,8 +105,4 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
     if layout.expert > 1:
         config["expert_parallel"] |= {"autoep_size": layout.expert, **expert.mixture(recipe).keys}
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
-    if layout.pipeline > 1:
-        config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank
-        # Sending one shard per tensor rank fixes the first shape, but unpacked sequences vary in length.
-        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, **config.get("pipeline", {})}
     return config

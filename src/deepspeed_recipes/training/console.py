@@ -64,7 +64,7 @@ def leave_out_noise() -> None:
         warnings.filterwarnings("ignore", message=re.escape(beginning))
 
 
-def say(text: str = "") -> None:
+def say(text: str) -> None:
     """Print on rank 0, above a progress bar if there is one."""
     if distributed.is_first():
         encoding = sys.stdout.encoding or "utf-8"

@@ -1,11 +1,15 @@
 """Starts and describes the ranks of a run; they start first, because ZeRO-3 shards the model while it is loaded."""
 
+import contextlib
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from importlib import metadata
 from typing import Any
 
 import datasets
@@ -66,18 +70,23 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() != "cpu"
 
 
-QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-"""Keys of a DeepSpeed file for which it has kernels for GPUs only."""
+def check_installed(recipe: Recipe, file: DeepSpeedFile) -> None:
+    """Refuse what the installed packages lack and what this machine's processors cannot compute.
 
-
-def check_device(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse what this machine's processors cannot compute, which DeepSpeed finds while it loads the model or later."""
+    DeepSpeed would find it while it loads the model or later, or train or export something else.
+    """
+    installed = metadata.version("deepspeed")
+    for layout, (first, why) in software.LAYOUTS.items():
+        if (size := getattr(recipe.layout, layout)) > 1 and software.numbers(installed) < software.numbers(first):
+            raise refusal("old DeepSpeed", key=layout, size=size, installed=installed, why=why, first=first)
+    if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
     if recipe.precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise refusal("no fp16 here")
-    case = Case(recipe, file)
-    quantised = (key for key in QUANTISED if case.value(f"file.zero_optimization.{key}") is True)
-    if not on_gpu() and (key := next(quantised, None)):
-        raise refusal("no GPU here", name=file.name, key=key)
+    # DeepSpeed has kernels for these on GPUs only.
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if not on_gpu() and Case(recipe, file).value(f"file.zero_optimization.{key}") is True:
+            raise refusal("no GPU here", name=file.name, key=key)
 
 
 def device() -> torch.device:
@@ -155,32 +164,26 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 
 
 def describe_environment() -> Json:
-    """Return the facts that must accompany a measurement."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """Return the facts that must accompany a measurement.
+
+    `git_commit` has `+changes` if files differ from it, and is None without a checkout or git.
+    """
+    git = partial(subprocess.run, cwd=PACKAGE, capture_output=True, text=True, check=True)
+    commit = None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git(["git", "ls-files", "--error-unmatch", __file__])  # otherwise it is the repository around an environment
+        changes = git(["git", "status", "--porcelain"]).stdout.strip()
+        commit = git(["git", "rev-parse", "HEAD"]).stdout.strip() + ("+changes" if changes else "")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "packages": software.installed(PACKAGES),
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cpu": platform.processor() or platform.machine(),
         "cpu_count": os.cpu_count(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "backend": dist.get_backend() if dist.is_initialized() else None,
-        "git_commit": git_commit(),
+        "git_commit": commit,
     }
-
-
-def git_commit() -> str | None:
-    """Return the checkout's commit, with `+changes` if files differ from it, or None without a checkout or git."""
-    try:
-        _git("ls-files", "--error-unmatch", __file__)  # otherwise it is the repository around an environment
-        commit = _git("rev-parse", "HEAD")
-        return commit + ("+changes" if _git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True).stdout.strip()

@@ -5,16 +5,14 @@ orthogonalises the updates where ZeRO still has whole gradients; its own `optimi
 weights only by their names and has one rate for all of them.
 """
 
-import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
 from transformers import get_scheduler
 
-from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 from . import distributed
@@ -28,12 +26,6 @@ def needed(recipe: Recipe) -> bool:
     return recipe.optimizer != "adamw" or several
 
 
-def check(recipe: Recipe) -> None:
-    """Refuse an optimizer that is not installed, before anything is loaded."""
-    if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
-
-
 def make(
     recipe: Recipe, model: torch.nn.Module, kind: type, decayed: Collection[str], options: Json
 ) -> torch.optim.Optimizer:
@@ -44,11 +36,13 @@ def make(
     named = dict(model.named_parameters())
     shares = rate_shares(recipe, named)
     trained = {name: weight for name, weight in named.items() if weight.requires_grad}
-    groups = [
-        {"params": [weight for name, weight in trained.items() if (name in decayed) == decays], "weight_decay": decay}
-        for decays, decay in ((True, recipe.weight_decay), (False, 0.0))
-    ]
-    parts = split_by_rate(groups, options["lr"], {weight: shares[name] for name, weight in trained.items()})
+    parts: list[Group] = []
+    for decays, decay in ((True, recipe.weight_decay), (False, 0.0)):
+        held = {name: weight for name, weight in trained.items() if (name in decayed) == decays}
+        for share in sorted({shares[name] for name in held}):
+            weights = [weight for name, weight in held.items() if shares[name] == share]
+            parts.append({"params": weights, "weight_decay": decay, "lr": options["lr"] * share})
+    parts.sort(key=lambda group: abs(group["lr"] - options["lr"]))  # the full rate first, which is logged
     if recipe.optimizer == "muon":
         return _muon(model, parts, **options)
     if recipe.optimizer == "adamw_8bit":
@@ -61,8 +55,6 @@ def make(
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """Matches the number of a layer in a weight's name, in transformers' decoders."""
-EMBEDDING_RATE = 1e-6
-"""Rate of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
 
 Group = Json
 """A parameter group of an optimizer: `params`, and their options."""
@@ -86,21 +78,10 @@ def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
     if recipe.lora is not None and recipe.lora.plus_ratio != 1:
         for name in known:
             if "lora_embedding_" in name:
-                shares[name] *= EMBEDDING_RATE / recipe.learning_rate
+                shares[name] *= 1e-6 / recipe.learning_rate  # PEFT's `loraplus_lr_embedding`, whatever the others are
             elif "lora_B" in name or "lora_magnitude" in name or name.endswith(".bias"):
                 shares[name] *= recipe.lora.plus_ratio
     return shares
-
-
-def split_by_rate(groups: Iterable[Group], rate: float, share: Mapping[torch.Tensor, float]) -> list[Group]:
-    """Return the groups, each divided by its weights' shares of `rate`; the full rate first, which is then logged."""
-    parts: list[tuple[float, Group]] = []
-    for group in groups:
-        found = sorted({share[weight] for weight in group["params"]})
-        for one in found:
-            weights = [weight for weight in group["params"] if share[weight] == one]
-            parts.append((one, {**group, "params": weights, "lr": rate * one}))
-    return [group for _, group in sorted(parts, key=lambda part: abs(part[0] - 1))]
 
 
 def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
@@ -142,22 +123,20 @@ AS_ADAMW = 0.2
 """Root mean square of AdamW's updates, also used for Muon's, so that both learn at one rate (arXiv:2502.16982)."""
 
 
-def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the weights that Muon trains: all matrices except embeddings and the head, also if ZeRO-3 shards them."""
-    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ends += [model.get_output_embeddings() or getattr(model, "score", None)]
-    excluded = {weight for end in ends if end is not None for weight in end.parameters()}
-    trained = [weight for weight in model.parameters() if weight.requires_grad and weight not in excluded]
-    return {weight for weight in trained if len(whole_shape(weight)) == 2}
-
-
 def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.optim.Optimizer:
-    """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's."""
+    """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's.
+
+    Muon trains all matrices except embeddings and the head, also if ZeRO-3 shards them.
+    """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles its kernels when it is imported
 
     if not distributed.on_gpu():
         torch.compiler.set_stance("force_eager")  # compiling these kernels for a CPU takes longer than they save
-    chosen = muon_matrices(model)
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends += [model.get_output_embeddings() or getattr(model, "score", None)]
+    excluded = {weight for end in ends if end is not None for weight in end.parameters()}
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight not in excluded]
+    chosen = {weight for weight in trained if len(whole_shape(weight)) == 2}
     for weight in model.parameters():
         weight.use_muon = weight in chosen  # read by DeepSpeed's ZeRO
     adam = {name: options[name] for name in ("betas", "eps")}

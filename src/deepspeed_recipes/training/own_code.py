@@ -35,9 +35,6 @@ NEVER = {
 LATE = ("on_pre_optimizer_step", "on_optimizer_step")
 """Events that come after the update, which DeepSpeed makes within the backward pass, and before the gradients are gone
 only where it keeps them."""
-SAMPLE = (2, 8)
-"""Sequences and tokens on which a loss is tried."""
-USUAL_VOCABULARY = 32
 
 
 class Failed(UserError):
@@ -156,9 +153,8 @@ class Loss:
 
         `vocabulary` is its size, or None if it is unknown. Raises `Failed` as a call does, and for NaN.
         """
-        sequences, length = SAMPLE
+        sequences, length, size = 2, 8, vocabulary or 32
         generator = torch.Generator().manual_seed(0)
-        size = vocabulary or USUAL_VOCABULARY
         logits = torch.randn(sequences, length, size, generator=generator).requires_grad_()
         labels = torch.randint(size, (sequences, length), generator=generator)
         labels[:, : length // 2] = IGNORED

@@ -45,7 +45,7 @@ from ..recipe.run_folder import (
     write_requested,
 )
 from ..recipe.samples import TINY_TEACHER
-from . import console, distributed, export, optimizer, own_code, rendezvous, summary, upstream, without_launcher
+from . import console, distributed, export, own_code, rendezvous, summary, upstream, without_launcher
 from .arguments import common_arguments, gather_layers
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
@@ -118,7 +118,14 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
         say(f"NUMA: each rank keeps to the cores near its GPU, rank 0 to {len(cores)} of {os.cpu_count()}")
     for line in own_code.check(recipe):
         say(line)
-    recipe = with_draft(recipe, run)
+    if recipe.draft.enabled:
+        distill = recipe.method
+        if isinstance(distill, Distill) and not distill.served and not Path(str(distill.teacher)).exists():
+            recipe = replace(recipe, method=replace(distill, teacher=TINY_TEACHER))  # instead of one on the Hub
+        if distributed.is_first() and not run.draft_model.exists():
+            draft.write(recipe, run.draft_model, load.DTYPES[recipe.precision])
+        dist.barrier()
+        recipe = replace(recipe, model=replace(recipe.model, path=str(run.draft_model)))
     distributed.check_on_first(lambda: base_model.check_reachable(recipe.model.path))
     checkpoint = newest_checkpoint(run)
     began = fingerprint.began(checkpoint)
@@ -169,28 +176,13 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
         say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")
 
 
-def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with its draft model if it uses one; the samples' teacher then replaces one on the Hub."""
-    if not recipe.draft.enabled:
-        return recipe
-    distill = recipe.method
-    if isinstance(distill, Distill) and not distill.served and not Path(str(distill.teacher)).exists():
-        recipe = replace(recipe, method=replace(distill, teacher=TINY_TEACHER))
-    if distributed.is_first() and not run.draft_model.exists():
-        draft.write(recipe, run.draft_model, load.DTYPES[recipe.precision])
-    dist.barrier()
-    return replace(recipe, model=replace(recipe.model, path=str(run.draft_model)))
-
-
 def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
     """Return the recipe with its attention and its way of computing the loss, or refuse to train another model."""
     # The launcher may not have had the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
-    upstream.check_version(recipe.layout)
-    distributed.check_device(recipe, file)
+    distributed.check_installed(recipe, file)
     transforms.check(recipe, file, distributed.on_gpu())
-    optimizer.check(recipe)
     attention = probe.check_packing(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")

@@ -107,12 +107,8 @@ class OnTrainBegin(TrainerCallback):
         self.action()
 
 
-class EngineSetup(OnTrainBegin):
-    """Calls `RunHooks.on_engine_ready`; a class of its own, because the Trainer warns of two callbacks of one class."""
-
-
 class FirstEvaluation(OnTrainBegin):
-    """Calls `RunHooks.evaluate_at_start`."""
+    """The same; a class of its own, because the Trainer warns of two callbacks of one class."""
 
 
 class RunHooks(Hooked):
@@ -144,37 +140,32 @@ class RunHooks(Hooked):
             data_rank = distributed.place(context.recipe.layout).data
             self.noise = Noise(self.model, context.recipe.neftune_alpha, context.recipe.seed, data_rank)
         self.remove_callback(PrinterCallback)
-        for callback in self._callbacks():
-            self.add_callback(callback)
+        # In the order in which each event reaches them.
+        first_evaluation = FirstEvaluation(self.evaluate_at_start) if context.evaluation else None
+        for callback in (
+            OnTrainBegin(self.on_engine_ready),
+            context.phases if isinstance(context.phases, Profiler) else None,  # ends a step before others take time
+            Agreement() if context.recipe.callbacks else None,  # after the user's, before what reads their requests
+            context.guard,  # reads a log before Metrics writes it
+            context.checkpoints,
+            Progress(),
+            context.stop,
+            Routing() if context.recipe.layout.pipeline == 1 else None,  # adds to the record that Metrics writes
+            context.layer_stats,  # adds to the same record
+            context.metrics,
+            first_evaluation,
+            context.evaluation,
+            context.system,
+            context.watchdog,  # its clock starts after everything else
+        ):
+            if callback is not None:
+                self.add_callback(callback)
 
     @classmethod
     def of(cls, context: RunContext, parts: Parts, **options: object) -> "RunHooks":
         """Return the trainer; `options` are passed to its own class."""
         given = {"args": parts.arguments, "train_dataset": parts.dataset, "processing_class": parts.tokenizer}
         return cls(context, model=parts.model, **given, **options)
-
-    def _callbacks(self) -> Iterator[TrainerCallback]:
-        """Yield the run's callbacks in the order in which each event reaches them."""
-        context = self.context
-        yield EngineSetup(self.on_engine_ready)
-        if isinstance(context.phases, Profiler):
-            yield context.phases  # ends a step before other callbacks take time in it
-        if context.recipe.callbacks:
-            yield Agreement()  # after the user's, before those that read what these have asked for
-        yield context.guard  # reads a log before Metrics writes it
-        yield context.checkpoints
-        yield Progress()
-        yield context.stop
-        if context.recipe.layout.pipeline == 1:
-            yield Routing()  # adds to the record that Metrics writes
-        if context.layer_stats:
-            yield context.layer_stats  # adds to the same record
-        yield context.metrics
-        if context.evaluation:
-            yield FirstEvaluation(self.evaluate_at_start)
-            yield context.evaluation
-        yield context.system
-        yield context.watchdog  # its clock starts after everything else
 
     # Before the first step
 

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, tzinfo
 from functools import partial, wraps
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import chat_template_utils
 from trl.trainer import utils as trl_utils
 
-from ..machine import ops, software
-from ..recipe.compatibility import refusal
+from ..machine import ops
 from ..recipe.files import Json
-from ..recipe.recipe import Layout
 
 try:
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -175,7 +172,17 @@ def without_tensor_parallel_block() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading_any_index() -> Iterator[None]:
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give a library's module or class another attribute within a `with` block."""
+    original = vars(owner)[name]  # of a class the static method, not its function
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def reading_any_index() -> contextlib.AbstractContextManager[None]:
     """Load a sharded model whose index has no `metadata`, or null: only the map from weights to files is needed.
 
     transformers ends in a KeyError or a TypeError there; `test_transformers_needs_an_indexs_metadata` fails once this
@@ -192,26 +199,19 @@ def reading_any_index() -> Iterator[None]:
             file.flush()
             return shard_files(folder, file.name, *arguments, **options)
 
-    modeling_utils.get_checkpoint_shard_files = read
-    try:
-        yield
-    finally:
-        modeling_utils.get_checkpoint_shard_files = shard_files
+    return _replaced(modeling_utils, "get_checkpoint_shard_files", read)
 
 
-@contextlib.contextmanager
-def reading_state(state: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
+def reading_state(state: Mapping[str, torch.Tensor] | None) -> contextlib.AbstractContextManager[None]:
     """Let `from_pretrained` load these tensors instead of its folder's, unless None, and everything else from there.
 
     With its argument `state_dict` it would take neither the folder's generation settings nor its name.
     """
+    if state is None:
+        return contextlib.nullcontext()
     own = PreTrainedModel._load_pretrained_model
-    if state is not None:
-        PreTrainedModel._load_pretrained_model = staticmethod(lambda model, _, *rest: own(model, state, *rest))
-    try:
-        yield
-    finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(own)
+    load = staticmethod(lambda model, _, *rest: own(model, state, *rest))
+    return _replaced(PreTrainedModel, "_load_pretrained_model", load)
 
 
 def keep_used_conversions(model: PreTrainedModel) -> None:
@@ -406,14 +406,6 @@ def before_refused_updates(engine: DeepSpeedEngine, look: Callable[[], None]) ->
     optimizer._update_scale = look_first
 
 
-def check_version(layout: Layout) -> None:
-    """Refuse a layout that the installed DeepSpeed lacks, or that it would train or export as something else."""
-    installed = metadata.version("deepspeed")
-    for key, (first, why) in software.LAYOUTS.items():
-        if (size := getattr(layout, key)) > 1 and software.numbers(installed) < software.numbers(first):
-            raise refusal("old DeepSpeed", key=key, size=size, installed=installed, why=why, first=first)
-
-
 def mark_as_split(model: torch.nn.Module) -> None:
     """Leave on a split model what AutoTP would: how a universal checkpoint joins the parts, and a mark that it has run.
 
@@ -555,13 +547,9 @@ def reading_rows(model: PreTrainedModel) -> Iterator[None]:
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # none, or an nn.Identity, in a stage
     weights = [weight for one in ends if (weight := getattr(one, "weight", None)) is not None]
-    original = trainable_tokens.check_deepspeed_zero3_enabled
-    trainable_tokens.check_deepspeed_zero3_enabled = lambda: False
-    try:
-        with GatheredParameters(weights):
-            yield
-    finally:
-        trainable_tokens.check_deepspeed_zero3_enabled = original
+    without_zero3 = _replaced(trainable_tokens, "check_deepspeed_zero3_enabled", lambda: False)
+    with without_zero3, GatheredParameters(weights):
+        yield
 
 
 def load_universal(engine: DeepSpeedEngine, universal: bool) -> None:

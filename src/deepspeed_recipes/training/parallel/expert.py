@@ -148,9 +148,18 @@ def find(config: PreTrainedConfig) -> Mixture:
             reason = first_sentence(first_line(error))
             continue
         if off < probe.LEAK[torch.float32]:
-            return Mixture(keys, _in_fp32(block, parts["router_pattern"], whole.config.hidden_size))
+            break
         reason = f"a shrunken model differs by {off:.0e}"
-    raise refusal("experts differ", kind=config.model_type, error=reason)
+    else:
+        raise refusal("experts differ", kind=config.model_type, error=reason)
+    # Does the router return fp32 logits in bf16? Its block passes it the right arguments.
+    copied = copy.deepcopy(block).bfloat16()
+    router = copied.get_submodule(parts["router_pattern"])
+    seen: list[torch.dtype] = []
+    router.register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
+    with torch.no_grad():
+        copied(torch.ones(1, 1, whole.config.hidden_size, dtype=torch.bfloat16))
+    return Mixture(keys, routes_in_fp32=seen == [torch.float32])
 
 
 def blocks(model: nn.Module) -> dict[str, Json]:
@@ -195,16 +204,6 @@ def _correct(block: nn.Module, router: nn.Module) -> None:
     for name, value in itertools.chain(router.named_parameters(), router.named_buffers(), own):
         if name != "weight" and value.is_floating_point():
             value.copy_(0.1 * torch.randn(value.shape, generator=generator))
-
-
-@torch.no_grad()
-def _in_fp32(block: nn.Module, router: str, width: int) -> bool:
-    """Return whether a router in bf16 returns fp32 logits; runs its block, which passes the right arguments."""
-    copied = copy.deepcopy(block).bfloat16()
-    seen: list[torch.dtype] = []
-    copied.get_submodule(router).register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
-    copied(torch.ones(1, 1, width, dtype=torch.bfloat16))
-    return seen == [torch.float32]
 
 
 def difference(whole: PreTrainedModel, keys: JsonView, count: int) -> float:

@@ -123,13 +123,21 @@ def layer_bytes(engine: DeepSpeedEngine) -> list[Json]:
     held = {_storage(part) for _, weight in named for part in _parts(weight)}
     states = {_storage(one): one for one in _states(engine)}
     optimizer = sum(one.untyped_storage().nbytes() for key, one in states.items() if key not in held)
-    updated = {name: _updated(weight) for name, weight in named if weight.requires_grad}
+    updated: dict[str, int] = {}
+    for name, weight in named:
+        if hasattr(weight, "ds_tensor"):
+            count = weight.ds_tensor.numel()
+        elif hasattr(weight, "_hp_mapping"):  # ZeRO 1 and 2: the fragment of the flat partition, None outside of it
+            count = weight._hp_mapping.hp_fragment_address.numel if weight._hp_mapping else 0
+        else:
+            count = weight.numel()
+        updated[name] = count if weight.requires_grad else 0
     each = optimizer / (sum(updated.values()) or 1)
     found: dict[str, Json] = {}
     for name, weight in named:
         layer = found.setdefault(layer_of(name), {"name": layer_of(name), "parameters": 0, "optimizer": 0})
         layer["parameters"] += sum(part.nbytes for part in _parts(weight))
-        layer["optimizer"] += round(each * updated.get(name, 0))
+        layer["optimizer"] += round(each * updated[name])
     return list(found.values())
 
 
@@ -146,15 +154,6 @@ def _parts(weight: torch.nn.Parameter) -> Iterator[torch.Tensor]:
         yield weight.detach()
     if shard is not None and getattr(shard, "final_location", None) != "nvme":
         yield shard.detach()
-
-
-def _updated(weight: torch.nn.Parameter) -> int:
-    """Return the number of a weight's elements that this rank's optimizer updates."""
-    if hasattr(weight, "ds_tensor"):
-        return weight.ds_tensor.numel()
-    if hasattr(weight, "_hp_mapping"):  # ZeRO 1 and 2: the fragment of the flat partition, None outside of it
-        return weight._hp_mapping.hp_fragment_address.numel if weight._hp_mapping else 0
-    return weight.numel()
 
 
 def _states(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
