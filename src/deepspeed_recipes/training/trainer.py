@@ -127,7 +127,7 @@ class RunHooks(Hooked):
         self.asked: list[Json] = []
         """The recipe's update settings of each parameter group."""
         self.filler = False
-        """Whether the micro-batch has no effect (`example_numbers.EvenBatches`)."""
+        """Whether the micro-batch has no effect (`collate.EvenBatches`)."""
         if context.recipe.callbacks:  # before the run's own, which read what they add to a log
             options["callbacks"] = own_code.callbacks(context.recipe, context.run, context.metrics.also)
         if context.recipe.loss:
