@@ -79,6 +79,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     `words` are `sys.argv`'s by default, and `typed` is the name that begins error messages, by default `program(name)`.
     """
     typed = typed or program(name)
+    given = list(sys.argv[1:] if words is None else words)
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
             stream.reconfigure(errors="backslashreplace")
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
     try:
-        for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
+        for part in re.split("[=,\0]", "\0".join(given)):
             if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
                 check_ends(part)
         return int(importlib.import_module(f".{name}", __package__).main(words))
@@ -103,7 +104,11 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "deepspeed_recipes"):
             raise
-        print(f"{typed}: {without(missing)}", file=sys.stderr)
+        print(
+            f"{typed}: {sys.executable} has no {missing}: activate the environment (source .venv/bin/activate), or "
+            'create it first: make install in a checkout, pip install "deepspeed-recipes[train]" elsewhere.',
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:  # where a command does not end what it has begun
         print(f"\n{typed}: stopped.", file=sys.stderr)
@@ -112,11 +117,11 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        refused = lasting(error, _written(words))
+        refused = lasting(error, _written(given))
         if refused is None and isinstance(error, OSError):
             # The user's mistake, if it is about a file named on the command line, in it or above it.
-            given = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
-            named = [Path(os.path.abspath(word)) for word in given if word and "\0" not in word]
+            values = [word.partition("=")[2] or word for word in given]
+            named = [Path(os.path.abspath(value)) for value in values if value and "\0" not in value]
             about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
             if any(file.is_relative_to(place) or place.is_relative_to(file) for file in about for place in named):
                 refused = of_system(error)
@@ -133,22 +138,13 @@ def _said(text: str) -> str:
     return re.sub(r"\S{300,}", lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
 
 
-def _written(words: Sequence[str] | None) -> str | None:
+def _written(words: Sequence[str]) -> str | None:
     """Return the folder or file that the command line names for output, or None."""
-    words = sys.argv[1:] if words is None else words
     for at, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option in ("--output-dir", "--output", "--write"):
             return value if equals else next(iter(words[at + 1 :]), None)
     return None
-
-
-def without(package: str) -> str:
-    """Return the message for a command that needs a package that is not installed."""
-    return (
-        f"{sys.executable} has no {package}: activate the environment (source .venv/bin/activate), or create it "
-        'first: make install in a checkout, pip install "deepspeed-recipes[train]" elsewhere.'
-    )
 
 
 def check_least(options: argparse.Namespace, **least: int) -> None:

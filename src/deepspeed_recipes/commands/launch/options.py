@@ -33,26 +33,21 @@ class Key:
 
     name: str
     kind: str
-    """The key's type, for display."""
-    default: str
-    """The default if the page sets none."""
+    """The key's type, for display, and the default if the page sets none."""
     meaning: str
     """The field's documentation, as one paragraph."""
 
     def short(self) -> str:
         """Return name, type, default and the first sentence of the meaning."""
         about = textwrap.shorten(first_sentence(self.meaning), WIDTH, placeholder=" ...", break_on_hyphens=False)
-        return f"  {self.name:<27} {self.kind}{self._default()}\n      {about}"
+        return f"  {self.name:<27} {self.kind}\n      {about}"
 
     def long(self) -> str:
         """Return name, type, default, the whole meaning, and the settings that exclude the key."""
         meaning = textwrap.indent(textwrap.fill(self.meaning, WIDTH), "    ")
         refused = (f"refused: {line}" for line in compatibility.beside(self.name))
         lines = [textwrap.fill(f"    {line}", WIDTH, subsequent_indent="      ") for line in refused]
-        return "\n".join([f"{self.name}: {self.kind}{self._default()}", meaning, *lines])
-
-    def _default(self) -> str:
-        return f" (default: {self.default})" if self.default else ""
+        return "\n".join([f"{self.name}: {self.kind}", meaning, *lines])
 
 
 def explained(word: str) -> str:
@@ -76,8 +71,8 @@ def keys() -> dict[str, Key]:
         assert owner is not None, name
         meaning = _meanings(owner.__module__)[owner.__name__].get(field, "")
         default = next(one.default for one in dataclasses.fields(owner) if one.name == field)
-        shown = "" if default is dataclasses.MISSING else typed(default)
-        found[name] = Key(name, type_name(hint), shown, meaning)
+        usual = "" if default is dataclasses.MISSING else typed(default)
+        found[name] = Key(name, f"{type_name(hint)} (default: {usual})" if usual else type_name(hint), meaning)
     return found
 
 

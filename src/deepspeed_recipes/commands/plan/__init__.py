@@ -49,7 +49,7 @@ from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
 from . import files, serving, which_gpu, workload
-from .options import parser, recipe_of, request_of, with_method
+from .options import parser, request_of, with_method
 
 WIDTH = 160
 """Width of the widest table in characters, with hours and dollars."""
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.serve:
         return serving.answer(arguments, console())
     request = request_of(arguments)
-    work = workload.workload(arguments, *recipe_of(arguments))
+    work = workload.workload(arguments, request.recipe, request.fixed)
     if arguments.price and work is None:
         raise UserError("--price needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
     if work:

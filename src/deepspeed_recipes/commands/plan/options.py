@@ -4,7 +4,6 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -135,7 +134,13 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
     if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
-        check_layout(recipe, hardware, keys)
+        # Sizes that are impossible whatever the planner chooses for the others.
+        given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
+        file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
+        micro = recipe.method.least_micro_batch
+        batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # also a multiple of GRPO's groups of answers
+        alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
+        limits.check(alone, hardware.gpus, file)
     request = strategies.plan_request(recipe, hardware, keys)
     if tower := model_recipe.tower_parameters(arguments.model):
         request = replace(request, profile=replace(request.profile, tower_parameters=tower))
@@ -198,17 +203,3 @@ def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
             f"{method}."
         )
     return recipe, frozenset(keys) | model_recipe.pinned(page)
-
-
-def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> None:
-    """Refuse layout sizes that are impossible whatever the planner chooses for the others.
-
-    Raises:
-        UserError: names the size, why it is impossible, and the nearest possible one.
-    """
-    given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
-    file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
-    micro = recipe.method.least_micro_batch
-    batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # also a multiple of GRPO's groups of answers
-    alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
-    limits.check(alone, hardware.gpus, file)
