@@ -267,10 +267,11 @@ def test_the_answer_names_the_runs_that_correct_it(tmp_path, monkeypatch, capsys
     assert first["corrected_by"] == {"runs": 0, "factor": 1.0}, "they ran on other GPUs"
 
 
-def test_busy_gpus_are_named(monkeypatch):
+def test_busy_gpus_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "visible_gpus", lambda: 1)
     monkeypatch.setattr(measure.system, "output", lambda *_: "4711, python, 30000 MiB")
-    with pytest.raises(UserError, match=r"in use \(4711, python, 30000 MiB\)"):
-        measure.refuse_busy(1)
+    assert run_command("doctor", ["--measure", str(tmp_path / "node.json")]) == 2
+    assert "in use (4711, python, 30000 MiB)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", cpu_speed.MACHINES)

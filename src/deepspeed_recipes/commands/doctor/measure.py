@@ -30,6 +30,7 @@ ROUNDS = 2
 """How often a CPU is measured: three take over a minute."""
 BUSY = 0.5
 """Load per core at which a machine without GPUs is busy."""
+NO_HEADER = "--format=csv,noheader"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     file = Path(arguments.measure) if arguments.measure else machine_file.default_file()
     files.check_writable("--measure", file)
     pool = hostfile.read(arguments.hostfile) if arguments.hostfile else None
-    refuse_busy(gpus)
+    if not gpus:
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        if load > BUSY * cores:
+            print(f"This machine is busy (load {load:.1f} on {cores} cores): the figures will be too low.", flush=True)
+    elif apps := system.output("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", NO_HEADER):
+        raise UserError(
+            f"--measure: the GPUs are in use ({'; '.join(apps.splitlines()[:3])}), so the figures would be wrong; "
+            "wait for these processes, or choose free GPUs with CUDA_VISIBLE_DEVICES."
+        )
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
     words = ("quick",) if arguments.quick else ()
     found = probe(ranks, gpus, words) if gpus else on_cpus(ranks, words)
@@ -49,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         "version": machine_file.VERSION,
         "date": date.today().isoformat(),
         "device": environment["gpus"][0] if environment["gpus"] else "CPU",
-        "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
+        "driver": system.output("nvidia-smi", "--query-gpu=driver_version", NO_HEADER) if gpus else None,
         "ranks": ranks,
         **found,
         **({"nvme_gbs": min(drive)} if drive else {}),
@@ -71,21 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"\n{file}: written; plan and launch on this machine use it from now on")
     return 0
-
-
-def refuse_busy(gpus: int) -> None:
-    """Refuse to measure while other processes use the GPUs or the cores."""
-    if not gpus:
-        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-        if load > BUSY * cores:
-            print(f"This machine is busy (load {load:.1f} on {cores} cores): the figures will be too low.", flush=True)
-        return
-    listed = system.output("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
-    if listed:
-        raise UserError(
-            f"--measure: the GPUs are in use ({'; '.join(listed.splitlines()[:3])}), so the figures would be wrong; "
-            "wait for these processes, or choose free GPUs with CUDA_VISIBLE_DEVICES."
-        )
 
 
 def probe(ranks: int, gpus: int, words: Sequence[str]) -> Json:

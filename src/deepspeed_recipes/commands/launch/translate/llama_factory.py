@@ -13,7 +13,7 @@ from ....recipe.run_folder import read_json
 from ....recipe.samples import ROLES
 from ....training.data import text_files
 from . import trainer
-from .translation import ADAPTERS, Translation
+from .translation import ADAPTERS, Translation, words_of
 
 DEFAULTS = trainer.DEFAULTS | OTHER_TOOLS["llama_factory"]["defaults"]
 METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
@@ -128,17 +128,14 @@ def _method(found: Translation) -> None:
 
 def _frozen(found: Translation) -> None:
     """Translate the layers that `finetuning_type: freeze` trains, where their numbers do not depend on the model."""
-    layers, modules = found.take("freeze_trainable_layers"), found.take("freeze_trainable_modules") or "all"
-    extra = found.take("freeze_extra_modules")
+    layers = found.take("freeze_trainable_layers")
     layers = 2 if layers is None else layers
-    names = modules if isinstance(modules, list) else [word.strip() for word in str(modules).split(",")]
+    names = words_of(found.take("freeze_trainable_modules") or "all")
     inside = "" if names == ["all"] else rf".*\b({'|'.join(names)})\b"
     if trainer.number(layers, "freeze_trainable_layers") < 0:  # the first ones
         count = abs(int(layers))
         pattern = rf"layers\.({'|'.join(map(str, range(count)))})\.{inside}"
-        more = (
-            extra if isinstance(extra, list) else [word.strip() for word in str(extra or "").split(",") if word.strip()]
-        )
+        more = words_of(found.take("freeze_extra_modules"))
         sources = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
         found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), *sources)
         found.note("finetuning_type", "the weights that train matches")

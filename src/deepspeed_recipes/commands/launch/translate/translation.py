@@ -93,8 +93,7 @@ class Translation:
         """Set the tokens to add; each argument is a key of the file, and a list or a text with commas, or nothing."""
         tokens, sources = [], []
         for (name, given), is_special in ((ordinary, False), (special, True)):
-            words = given if isinstance(given, list) else [word.strip() for word in str(given or "").split(",")]
-            if found := [NewToken(str(word), is_special) for word in words if str(word)]:
+            if found := [NewToken(word, is_special) for word in words_of(given)]:
                 tokens += found
                 sources.append(name)
         if tokens:
@@ -210,6 +209,12 @@ class Translation:
             del self.overrides[key]
             for name in sources:
                 self.lack(name, why)
+
+
+def words_of(value: object) -> list[str]:
+    """Return the items of a list, or of a text in which commas separate them."""
+    items = value if isinstance(value, list) else [word.strip() for word in str(value or "").split(",")]
+    return [str(item) for item in items if str(item)]
 
 
 def as_text(value: object) -> str:
