@@ -87,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if name in BENCHMARKS:
                 result = run(BENCHMARKS[name], options, own_process.start, share(end - time.monotonic(), left))
-                failed += [f"{name}: {line}" for line in broken(result)]
+                for label, runs in result["runs"].items():
+                    errors = [done["error"] for done in runs if "error" in done]
+                    # Out of memory counts as a measurement.
+                    failed += [f"{name}: {label}: {one}" for one in errors if one != own_process.OUT_OF_MEMORY]
             else:
                 of_small_recipe(name, options)
         except Exception as error:  # the rest of the list still runs
@@ -95,16 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in failed:
         print(line, file=sys.stderr, flush=True)
     return 1 if failed else 0
-
-
-def broken(result: Json) -> list[str]:
-    """Return the failed contenders of a benchmark with their errors; out of memory counts as a measurement."""
-    return [
-        f"{label}: {done['error']}"
-        for label, runs in result["runs"].items()
-        for done in runs
-        if "error" in done and done["error"] != own_process.OUT_OF_MEMORY
-    ]
 
 
 def share(seconds: float, benchmarks: int) -> float:

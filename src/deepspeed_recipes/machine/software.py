@@ -81,21 +81,6 @@ def pins(file: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def within(package: str, version: str) -> bool:
-    """Return whether a version of a package is in the tested range."""
-    oldest, newest = RANGES[package]
-    parts = len(numbers(newest))
-    return numbers(oldest) <= numbers(version) and numbers(version)[:parts] <= numbers(newest)
-
-
-def lacking(package: str, version: str) -> list[str]:
-    """Return the features that a version of a package lacks."""
-    known = numbers(version)
-    return [
-        lack.what for lack in LACKS if lack.package == package and numbers(lack.since) <= known < numbers(lack.before)
-    ]
-
-
 def numbers(version: str) -> tuple[int, ...]:
     """Return a version's numbers: (2, 9, 1) for 2.9.1+cpu."""
     return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split("."))
@@ -129,9 +114,11 @@ def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:
     if pinned is not None and found.split("+")[0] == pinned.split("+")[0]:
         return Check(name, "ok", found)
     oldest, newest = RANGES[name]
-    if not within(name, found):
+    version, last = numbers(found), numbers(newest)
+    if not numbers(oldest) <= version or version[: len(last)] > last:
         return Check(name, "warning", f"{found} is outside the tested range, {oldest} to {newest}", fix)
-    if lacks := lacking(name, found):
+    known = [lack for lack in LACKS if lack.package == name]
+    if lacks := [lack.what for lack in known if numbers(lack.since) <= version < numbers(lack.before)]:
         return Check(name, "warning", f"{found}, of the tested range {oldest} to {newest}; {'; '.join(lacks)}", fix)
     return Check(name, "ok", f"{found}, of the tested range {oldest} to {newest}")
 
