@@ -50,18 +50,6 @@ class Key:
         return "\n".join([f"{self.name}: {self.kind}", meaning, *lines])
 
 
-def explained(word: str) -> str:
-    """Return the explanation of a key, or of each key of a section such as `lora`."""
-    known = keys()
-    ours = overrides.FOREIGN_NAMES.get(word, word)
-    found = [known[ours]] if ours in known else [key for name, key in known.items() if name.startswith(f"{ours}.")]
-    if not found:
-        raise UserError(overrides.unknown(word, list(known)))
-    meaning = overrides.OTHER_TOOLS["meanings"].get(ours)
-    other = [] if word in {ours, *overrides.SAME} else [f"{word}: use {ours}{f' ({meaning})' * bool(meaning)}."]
-    return "\n".join([*other, *(key.long() for key in found)])
-
-
 def keys() -> dict[str, Key]:
     """Return every override key, in the order of the fields."""
     found = {}
@@ -239,14 +227,22 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
 
 
 class Help(argparse.Action):
-    """Print the options and an overview of the recipe's keys or, given a key, explain that key."""
+    """Print the options and an overview of the keys or, given a key or a section such as `lora`, explain it."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         """Print the help and exit."""
+        known = keys()
         if values is None:
             head = "override keys (--help KEY explains one; a page may set another default, which --dry-run prints):"
-            parser.epilog = "\n".join([head, *(key.short() for key in keys().values())])
+            parser.epilog = "\n".join([head, *(key.short() for key in known.values())])
             parser.print_help()
-        else:
-            print(explained(values))
+            parser.exit()
+        ours = overrides.FOREIGN_NAMES.get(values, values)
+        found = [known[ours]] if ours in known else [key for name, key in known.items() if name.startswith(f"{ours}.")]
+        if not found:
+            raise UserError(overrides.unknown(values, list(known)))
+        meaning = overrides.OTHER_TOOLS["meanings"].get(ours)
+        if values not in {ours, *overrides.SAME}:
+            print(f"{values}: use {ours}{f' ({meaning})' * bool(meaning)}.")
+        print(*(key.long() for key in found), sep="\n")
         parser.exit()

@@ -94,12 +94,7 @@ def tokens_of(recipe: Recipe, per_token: float | None = None) -> tuple[float, fl
         UserError: the data is not local text, or not in a format that the method reads.
     """
     per_token = per_token or _characters_per_token(recipe)
-    lengths = [
-        (_characters(example, per_token), times)
-        for file in _files(recipe)
-        for examples, times in [_read(file, recipe)]
-        for example in examples
-    ]
+    lengths = _lengths(_files(recipe), recipe, per_token)
     characters, examples = sum(times * length for length, times in lengths), sum(times for _, times in lengths)
     if not characters:
         raise UserError(f"data.path={' '.join(names(recipe.data.path))}: has no text to train on; give --tokens.")
@@ -114,13 +109,10 @@ def size_of(recipe: Recipe) -> updates.Size | None:
 
     Files of columns and text of more than `QUICK` bytes are estimated from the first examples of each file.
     """
-    lengths: list[tuple[float, float]] = []  # with the number of examples that each stands for
     try:
         files = list(_files(recipe))
         large, per_token = _text_bytes(files) > QUICK, _characters_per_token(recipe)
-        for file in files:
-            sample, times = _read(file, recipe, large)
-            lengths += [(_characters(example, per_token), times) for example in sample]
+        lengths = _lengths(files, recipe, per_token, large)
     except UserError:
         return None
     if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
@@ -233,9 +225,18 @@ def _bad(recipe: Recipe) -> text_files.BadExamples | None:
     return text_files.BadExamples() if recipe.data.bad == "skip" else None
 
 
-def _characters(example: Json, per_token: float) -> float:
-    """Return the number of characters in an example, with those that a chat template would add to its turns."""
-    return sum(TEMPLATE * per_token if text is None else len(text) for text in _texts(example))
+def _lengths(files: Iterable[Path], recipe: Recipe, per_token: float, large: bool = False) -> list[tuple[float, float]]:
+    """Return the characters of each example that is read, and the number of examples that it stands for.
+
+    They include those that a chat template would add to its turns.
+    """
+    found = []
+    for file in files:
+        examples, times = _read(file, recipe, large)
+        for example in examples:
+            parts = (TEMPLATE * per_token if text is None else len(text) for text in _texts(example))
+            found.append((sum(parts), times))
+    return found
 
 
 def _texts(value: object) -> Iterator[str | None]:
