@@ -69,10 +69,6 @@ def overview() -> str:
     return "\n".join(text)
 
 
-_NO_GPU = "Setting accelerator to CPU"
-"""DeepSpeed's line on stdout without a GPU, which would appear in the middle of a command's output or JSON."""
-
-
 def run(name: str, words: Sequence[str] | None = None, typed: str | None = None) -> int:
     """Run one command and return its exit status.
 
@@ -91,7 +87,8 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
+    # DeepSpeed's line on stdout without a GPU would appear in the middle of a command's output or JSON.
+    logging.getLogger("DeepSpeed").addFilter(lambda one: not one.getMessage().startswith("Setting accelerator to CPU"))
     try:
         for part in re.split("[=,\0]", "\0".join(given)):
             if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
