@@ -156,16 +156,14 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
     saved = (1 + setup.further_token) * of_mode(profile.saved_outside_layers, setup.lora)
     both = saved + of_mode(profile.loss_peak, setup.lora)
     per_logit = setup.software.logit_bytes
-    other = (0.0 if per_logit is None else per_logit - COUNTS.profiled_logits) - COUNTS.profiled_logits * (
-        1 - setup.labelled_share
-    )
+    unlabelled = COUNTS.profiled_logits * (1 - setup.labelled_share)
+    other = (0.0 if per_logit is None else per_logit - COUNTS.profiled_logits) - unlabelled
     total = tokens * (both.per_token + other * vocabulary) + both.fixed
     if setup.software.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
         total += 2 * vocabulary * hidden
     unusable = COUNTS.unusable_logits * setup.labelled_share * tokens * vocabulary
-    return _in_precision(max(total, 2.0 * head), setup), (
-        0.0 if per_logit is not None or setup.precision == "fp32" else unusable
-    )
+    unusable = 0.0 if per_logit is not None or setup.precision == "fp32" else unusable
+    return _in_precision(max(total, 2.0 * head), setup), unusable
 
 
 def _in_layers(total: float, setup: TrainingSetup) -> float:

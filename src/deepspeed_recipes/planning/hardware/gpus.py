@@ -67,8 +67,6 @@ _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max", "ada",
 """Words that distinguish GPUs of the same number."""
 _SAME_MEMORY = 0.15
 """Tolerance between the memory in a GPU's name and the memory that a program can allocate, as a share."""
-_NEAR = 3
-"""Number of GPUs suggested for an unknown name."""
 
 
 def find(name: str) -> Gpu:
@@ -106,7 +104,7 @@ def find(name: str) -> Gpu:
     bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
     numbers = {word for word in words if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
     same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
-    close = (same_number or [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)])[:_NEAR]
+    close = (same_number or [known[match] for match in get_close_matches(bare, known, n=3, cutoff=0.6)])[:3]
     hint = f"did you mean {', '.join(close)}?" if close else f"{all_names()}."
     if close and words & {"laptop", "mobile"}:
         hint = f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."

@@ -134,7 +134,7 @@ def read(file: Path) -> Machine:
             for name, taken in (*seconds.items(), *_flat(machine.alone))
             if not (0 < taken < math.inf or (taken == 0 and name.startswith(DIFFERENCES)))
         ]
-        sizes = dict(_flat(machine.sizes | {"products": {}}))
+        sizes = dict(_flat({**machine.sizes, "products": {}}))
         wrong += [name for name in ("copy", "length", "heads", "message", "adam") if not sizes[name] > 0]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{file}: damaged ({error}); measure again with doctor --measure.") from error
@@ -156,9 +156,7 @@ def _needed(machine: Machine, known: Collection[str]) -> set[str]:
     needed |= {"layer plain fp32.forward", *(f"layer {stage}.rest {each}" for stage in stages for each in passes)}
     for dtype in dtypes:
         needed |= {f"wide.{dtype} forward", f"wide.{dtype} backward", f"parameter.{dtype} zero1 step"}
-        needed |= {
-            f"attention.{name} {dtype} {which}" for name in ("narrow", "flash_2") for which in ("forward", "both")
-        }
+        needed |= {f"attention.{one} {dtype} {which}" for one in ("narrow", "flash_2") for which in ("forward", "both")}
         needed |= {f"parameter.{dtype} {stage} backward" for stage in stages}
         suffix = " fp32" if dtype == "fp32" else ""
         needed |= {f"all_gather {size}{suffix}" for size in ("large", "small") if machine.ranks > 1}

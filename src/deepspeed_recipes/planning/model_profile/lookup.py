@@ -41,7 +41,8 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     mode, stored = training_mode(lora), shipped(config)
     if not any(mode in profile.saved_outside_layers for profile in stored):
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in PROFILER)
-        cached = cache() / f"{key(config)} {hashlib.sha256(code + mode.encode()).hexdigest()[:8]}.json"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
+        cached = folder / f"{key(config)} {hashlib.sha256(code + mode.encode()).hexdigest()[:8]}.json"
         stored = list(read(cached).values())
     for profile in stored:
         if mode in profile.saved_outside_layers:
@@ -76,11 +77,6 @@ def key(config: JsonView) -> str:
 def digest(config: JsonView) -> str:
     """Return a digest of a configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=dict).encode()).hexdigest()[:16]
-
-
-def cache() -> Path:
-    """Return the folder with the profiles of models outside the catalogue."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
 
 
 def read(file: Path) -> dict[str, ModelProfile]:

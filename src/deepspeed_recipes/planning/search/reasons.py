@@ -75,12 +75,8 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if setup.offload_optimizer != "none":
         place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
         what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
-        here = {"offload_optimizer": "none", "offload_parameters": "none"}
-        gain = (
-            f"because with them {would(most)}"
-            if (most := need(**here)) > have
-            else "which leaves room for more sequences"
-        )
+        most = need(offload_optimizer="none", offload_parameters="none")
+        gain = f"because with them {would(most)}" if most > have else "which leaves room for more sequences"
         yield f"{what} go to {place}, {gain}"
     elif setup.bf16_states:
         yield f"optimizer states rounded to bf16, because in fp32 {would(need(bf16_states=False))}: watch the loss"
