@@ -11,6 +11,7 @@ import time
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from deepspeed_recipes.launching import command
 from deepspeed_recipes.launching.ranks import SILENCE
 from deepspeed_recipes.launching.ssh import host_info, hostfile, remote
-from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.planning.hardware import machine_file
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
@@ -127,15 +127,19 @@ def test_filters_select_the_hosts_that_deepspeed_selects(tmp_path_factory, count
 
 
 def test_the_command_is_deepspeeds_own(two_hosts, tmp_path, monkeypatch):
-    monkeypatch.setattr(hostfile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(command.shutil, "which", lambda name: name)
+
+    def seen(pool, master=None):
+        words = command.launcher_command(["script"], 4, pool, master)
+        return runner.parse_args(words[words.index("--log_level") :])
+
     pool = hostfile.read(two_hosts, include="a:0,2@b")
-    options = hostfile.launcher_options(pool, "10.0.0.1")
-    seen = runner.parse_args([*options, "script"])
-    assert (seen.hostfile, seen.include, seen.master_addr) == (str(two_hosts), "a:0,2@b", "10.0.0.1")
-    assert seen.force_multi and pool.ranks == 4 and pool.most_ranks == 2
+    found = seen(pool, "10.0.0.1")
+    assert (found.hostfile, found.include, found.master_addr) == (str(two_hosts), "a:0,2@b", "10.0.0.1")
+    assert found.force_multi and found.user_script == "script" and pool.ranks == 4 and pool.most_ranks == 2
     counted = hostfile.read(two_hosts, nodes=2, gpus=2)
-    seen = runner.parse_args([*hostfile.launcher_options(counted, "a"), "script"])
-    assert (seen.num_nodes, seen.num_gpus, counted.ranks) == (2, 2, 4)
+    found = seen(counted)
+    assert (found.num_nodes, found.num_gpus, found.master_addr, counted.ranks) == (2, 2, "a", 4)
 
 
 def test_secrets_are_not_forwarded_and_are_named(tmp_path, monkeypatch, capsys):
@@ -162,7 +166,8 @@ def test_secrets_are_not_forwarded_and_are_named(tmp_path, monkeypatch, capsys):
         f"# A=1\nexport B=1\nMY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n"
     )
     (tmp_path / "run").mkdir()
-    lines = write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
+    file = Path(remote.launcher_environment(RunFolder(tmp_path / "run"), environment)["DS_ENV_FILE"])
+    lines = file.read_text().splitlines()
     assert lines[:2] == ["MY_OWN=1", "NCCL_DEBUG=INFO"]
     assert "TORCH_EXTENSIONS_DIR=/ops" in lines and f"PATH={Path(sys.executable).parent}:$PATH" in lines
     assert "secret" not in "".join(lines) and token not in "".join(lines)
@@ -218,16 +223,18 @@ def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
     assert remote.problems("n2", answer(), answer(), pool, tmp_path) == []
     (line,) = remote.problems("n2", other, answer(), pool, tmp_path)
     assert hint in line and line.startswith("n2: ")
-    head, *rows = remote.table(
-        [remote.table_row("n1", answer(), answer()), remote.table_row("n2", other, answer())]
-    ).splitlines()
+    head, *rows = remote.table([("n1", answer()), ("n2", other)]).splitlines()
     assert head.split()[0] == "host" and len(rows) == 2 and rows[0] != rows[1].replace("n2", "n1")
 
 
 def test_clock_skew_is_measured_against_the_round_trip(monkeypatch):
     result = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
+    monkeypatch.setattr(remote, "run_on_each", lambda hosts, command: [result])
+    pool = hostfile.HostPool({"n1": (0,)}, Path("hosts"))
     for asked, answered, off in ((99, 101, 0), (90, 95, 5), (103, 104, 3)):
-        assert remote.parse_answer(result, asked, answered)["clock"] == off
+        monkeypatch.setattr(remote, "time", SimpleNamespace(time=iter((asked, answered)).__next__))
+        (found,) = remote.ask_by_ssh(pool, "n1", "/ops", Path("runs"), "token")
+        assert found["clock"] == off
 
 
 @pytest.mark.parametrize("file", ["x.py", "x.toml"])

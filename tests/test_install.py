@@ -382,12 +382,13 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
     assert ranks["PYTHONSAFEPATH"] == cluster.environment({})["PYTHONSAFEPATH"] == "1"
     assert command.forwarded(ranks)["PYTHONSAFEPATH"] == "1"  # SLURM, Kubernetes, SageMaker, pdsh
     assert "PYTHONSAFEPATH=1" in shlex.split(remote.module_command("x"))
-    assert "PYTHONSAFEPATH=1" in cluster.job_command("a", ["tiny", "full"], {})
+    cluster.submit_job("a", ["tiny", "full"], submit=False)
+    assert "PYTHONSAFEPATH=1" in shlex.split(capsys.readouterr().out)
     for typed in command.other_launchers(RunFolder(tmp_path), 2, 2).values():
         assert "PYTHONSAFEPATH=1" in typed
     (tmp_path / "data" / ".deepspeed_env").write_text("LD_PRELOAD=/data/evil.so\n")
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
-    written = remote.write_environment(RunFolder(tmp_path), ranks).read_text()
+    written = Path(remote.launcher_environment(RunFolder(tmp_path), ranks)["DS_ENV_FILE"]).read_text()
     assert "MINE=1" in written and "LD_PRELOAD" not in written and "PYTHONSAFEPATH=1" in written
     assert f"{tmp_path}/data/.deepspeed_env: ignored; move the variables" in capsys.readouterr().out
 

@@ -27,6 +27,7 @@ from packaging.utils import canonicalize_name
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import cloud, kubernetes, node, paths
 from deepspeed_recipes.launching.cloud import sagemaker_node
+from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.templates import fill, shell, yaml_block, yaml_scalar
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
@@ -353,7 +354,9 @@ def test_a_node_knows_its_number(variable, value, monkeypatch):
 
 
 def test_two_names_never_become_one_object():
-    assert kubernetes.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
+    recipe = replace(pages.find("tiny", "full"), name="Qwen3_MoE-30b.a3b")
+    values = kubernetes.values_of(Allocation("x", 1, 1, True), recipe, RunFolder(Path("full")), "i", "v")
+    assert values["name"] == "qwen3-moe-30b-a3b-full"
     for words in (["--kubernetes", "--gpus", "0"], ["--kubernetes", "--nodes", "0"], ["--slurm", "--nodes", "0"]):
         with pytest.raises(UserError, match=f"{words[1]} 0: must be at least 1"):
             launch.main(["tiny", "full", *words])

@@ -267,15 +267,22 @@ def devices_of_ranks(folder: Path, options: list[str], visible: str) -> list[str
     return sorted(line for line in done.stdout.splitlines() if " on " in line and line[0].isdigit())
 
 
+def options_with(monkeypatch, gpus):
+    """Return the launcher's options that place two ranks on a machine with so many GPUs."""
+    monkeypatch.setattr(command, "visible_gpus", lambda: gpus)
+    found = command.launcher_command((), 2)
+    return found[found.index("--no_local_rank") + 1 : found.index("--master_port")]
+
+
 def test_ranks_get_the_gpus_that_the_user_has_chosen(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    options = command.local_devices(2, gpus=3)
+    options = options_with(monkeypatch, gpus=3)
     assert devices_of_ranks(tmp_path, options, "4,5,6") == ["0 on 4,5", "1 on 4,5"]
 
 
 @pytest.mark.every
 def test_num_gpus_alone_would_take_the_first_ones(tmp_path):
-    """When this fails, DeepSpeed respects CUDA_VISIBLE_DEVICES, and `local_devices` can go."""
+    """When this fails, DeepSpeed respects CUDA_VISIBLE_DEVICES, and `--include` can go."""
     assert devices_of_ranks(tmp_path, ["--num_gpus", "2"], "4,5") == ["0 on 0,1", "1 on 0,1"]
 
 
@@ -284,13 +291,13 @@ def test_without_a_choice_the_launcher_counts(monkeypatch, visible, gpus):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert command.local_devices(2, gpus) == ["--num_gpus", "2"]
+    assert options_with(monkeypatch, gpus) == ["--num_gpus", "2"]
 
 
 def test_uuids_are_refused_in_a_line(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
     with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES=GPU-8932\S+ DeepSpeed's launcher accepts numbers only"):
-        command.local_devices(1, 1)
+        options_with(monkeypatch, gpus=1)
 
 
 @pytest.mark.parametrize(("asked", "cores", "threads"), [(None, 96, "12"), (None, 4, "1"), ("5", 96, "5")])

@@ -13,7 +13,7 @@ from deepspeed_recipes.export.serve import environment as serving
 from deepspeed_recipes.launching import command, kubernetes, paths, slurm
 from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.ray import cluster
-from deepspeed_recipes.launching.ssh.remote import write_environment
+from deepspeed_recipes.launching.ssh.remote import launcher_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
 from deepspeed_recipes.recipe.run_folder import RunFolder, accept_recipe, append_jsonl, write_json, write_recipe
@@ -211,7 +211,7 @@ def test_scripts_manifests_and_pdsh_get_what_is_forwarded_and_nothing_else(tmp_p
     run.path.mkdir()
     environment = ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p"}
     script = slurm.script(Allocation("x", 1, 2, True), run, environment)
-    file = write_environment(run, environment).read_text()
+    file = Path(launcher_environment(run, environment)["DS_ENV_FILE"]).read_text()
     recipe = paths.locate(pages.find("tiny", "full"), kubernetes.MOUNT)
     options = {"image": "i", "volume": "v", "environment": environment}
     pods = kubernetes.manifests(Allocation("x", 1, 2, True), recipe, run, options)
@@ -306,4 +306,4 @@ def test_a_job_that_others_can_read_is_given_no_credential():
     with pytest.raises(UserError, match=r"(tags|vllm)=\S*\*\*\*\S*: its credential could be read in the job"):
         kubernetes.files(secret_recipe())
     with pytest.raises(UserError, match=r"grpo\.vllm=http://\*\*\*@h: its credential could be read in the Ray"):
-        cluster.job_command("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], {})
+        cluster.submit_job("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], submit=False)

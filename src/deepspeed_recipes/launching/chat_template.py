@@ -117,32 +117,28 @@ class Rendering:
                 found = shown(self.template, self.template.text, turns, tools, options, prompt)
                 self.template.apply_chat_template(found.turns, tools, add_generation_prompt=prompt, **options)
         except (TemplateError, UserError) as error:
-            # Others may come of a special token that only the ranks' tokenizer knows.
-            if type(error) in (TemplateError, UserError):
-                own = ""
-                if re.search("role|tool|reasoning", str(error)):
-                    own = " The project's own template has tools and reasoning: model.chat_template=chatml"
-                    own += f"{self._room(turns, tools, options)}."
-                raise UserError(
-                    f"{where}: {self.whose} cannot be trained on this conversation: "
-                    f"{first_line(error).rstrip('.')}.{own}"
-                ) from error
+            # Their subclasses may come of a special token that only the ranks' tokenizer knows.
+            if type(error) not in (TemplateError, UserError):
+                return
+            own = ""
+            if re.search("role|tool|reasoning", str(error)):
+                own = " The project's own template has tools and reasoning: model.chat_template=chatml"
+                with contextlib.suppress(Exception):  # which is all that `tokenizers` raises; `error` is shown
+                    from tokenizers import Tokenizer
+
+                    from ..training.data.report import enough
+
+                    chat = _Template(_read(OWN), self.folder).apply_chat_template(turns, tools, **options)
+                    tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+                    tokens = len(tokenizer.encode(chat, add_special_tokens=False).ids)
+                    if tokens > self.longest:
+                        own += f" {enough(tokens)}, since this example then has {tokens} tokens"
+                own += "."
+            raise UserError(
+                f"{where}: {self.whose} cannot be trained on this conversation: {first_line(error).rstrip('.')}.{own}"
+            ) from error
         except (TypeError, ValueError):
             pass
-
-    def _room(self, turns: Turns, tools: list[Json] | None, options: Json) -> str:
-        """Return the setting with which a conversation fits with the project's template, or "" if it does already."""
-        from tokenizers import Tokenizer
-
-        from ..training.data.report import enough
-
-        with contextlib.suppress(Exception):  # which is all that `tokenizers` raises, and the message has an error
-            chat = _Template(_read(OWN), self.folder).apply_chat_template(turns, tools, **options)
-            tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-            tokens = len(tokenizer.encode(chat, add_special_tokens=False).ids)
-            if tokens > self.longest:
-                return f" {enough(tokens)}, since this example then has {tokens} tokens"
-        return ""
 
 
 class _Template:

@@ -6,6 +6,7 @@
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,36 +58,41 @@ and hide the reason, which the rank has printed or `supervise.explain` prints.""
 def launcher_command(
     module: Sequence[str], ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
-    """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool."""
+    """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool.
+
+    On this machine the ranks use the first of the GPUs that the user has chosen. GPUs that are named by UUID are
+    refused, since the launcher does not accept them.
+    """
+    chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
+    if pool:
+        if not shutil.which("pdsh"):
+            raise UserError(
+                "--hostfile: DeepSpeed's launcher needs pdsh on this machine (Debian: apt-get install pdsh)."
+            )
+        # Without --force_multi a pool of one host would run here, whatever the host's name.
+        where = ["--hostfile", str(pool.hostfile), *pool.options]
+        where += ["--master_addr", master or pool.hosts[0], "--force_multi"]
+    elif not chosen or not visible_gpus():
+        where = ["--num_gpus", str(ranks)]
+    elif all(device.isdecimal() for device in chosen):
+        # With `--num_gpus` DeepSpeed would drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would use
+        # GPUs 0 and 1, which may be another user's (deepspeed 0.19.8, launcher/runner.py, `main`).
+        where = ["--include", f"localhost:{','.join(chosen[:ranks])}"]
+    else:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher accepts numbers only, e.g. 0,1; "
+            "nvidia-smi -L lists the number of each UUID."
+        )
     # Not the launcher's default port, which a run that is still ending often holds.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else local_devices(ranks, visible_gpus())
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
         *(*QUIETLY, *where, "--master_port", str(port)),
         *("--module", *module),
     ]
-
-
-def local_devices(ranks: int, gpus: int) -> list[str]:
-    """Return the launcher's options for ranks on this machine, on the first of the GPUs that the user has chosen.
-
-    With `--num_gpus` DeepSpeed would drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would use GPUs 0
-    and 1, which may be another user's (deepspeed 0.19.8, launcher/runner.py, `main`). GPUs that are named by UUID are
-    refused, since the launcher does not accept them.
-    """
-    chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
-    if not gpus or not chosen:
-        return ["--num_gpus", str(ranks)]
-    if not all(device.isdecimal() for device in chosen):
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher accepts numbers only, e.g. 0,1; "
-            "nvidia-smi -L lists the number of each UUID."
-        )
-    return ["--include", f"localhost:{','.join(chosen[:ranks])}"]
 
 
 def threads(ranks: int) -> str:

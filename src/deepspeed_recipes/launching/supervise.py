@@ -44,9 +44,10 @@ def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: in
     lost = [one.host for one in failed if one.rank is None]
     if lost:
         return f"{', '.join(lost)} stopped answering; the ranks on the other hosts were ended"
-    hung = stacks(run)
+    stacks = run.ranks.glob("rank-*.stack")
+    hung = {int(file.stem.partition("-")[2]) for file in stacks if file.read_text().startswith(HUNG)}
     if hung:
-        missing = sorted(set(range(ranks)) - set(hung))
+        missing = sorted(set(range(ranks)) - hung)
         silent = f"; none from rank {', '.join(map(str, missing))}, which was stopped or cut off" if missing else ""
         minutes = starting_recipe(run).hang_minutes
         return f"no step finished for {minutes:g} minutes; each rank's Python stack is in {run.ranks}{silent}"
@@ -67,12 +68,6 @@ def ending(code: int | None, status: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     return f"was killed by {signal.Signals(-code).name}"
-
-
-def stacks(run: RunFolder) -> list[int]:
-    """Return the ranks that have written a stack after a hang."""
-    files = run.ranks.glob("rank-*.stack")
-    return sorted(int(file.stem.partition("-")[2]) for file in files if file.read_text().startswith(HUNG))
 
 
 RANK_MODULE = "deepspeed_recipes.training.run"

@@ -74,14 +74,10 @@ def values_of(asked: Allocation, recipe: Recipe, folder: RunFolder, image: str, 
         raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
         raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
-    name = object_name(f"{recipe.name}-{folder.path.name}")
+    # A DNS label, short enough for what controllers append to it.
+    name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{folder.path.name}".lower())[:44].strip("-")
     sizes = {"nodes": asked.nodes, "gpus": asked.ranks_per_node, "restarts": asked.restarts}
     return {"name": name, "image": image, "volume": volume, "port": PORT, **sizes}
-
-
-def object_name(text: str) -> str:
-    """Return a valid name for Kubernetes objects: a DNS label, short enough for what controllers append."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:44].strip("-")
 
 
 def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:

@@ -78,7 +78,7 @@ class RayCluster:
 
 
 def of(options: LaunchOptions) -> RayCluster | None:
-    """Return the nodes that the options select, or None without `--ray`."""
+    """Return the nodes that the options select, or None without `--ray`; refuse an address that is no cluster's."""
     if not options.ray:
         return None
     check_installed()
@@ -90,7 +90,24 @@ def of(options: LaunchOptions) -> RayCluster | None:
             )
         gpus = visible_gpus()
         return RayCluster(LOCAL, (), rank_count(options.gpus, gpus), gpus > 0)
-    check_address(address)
+    if address != "auto":
+        if "://" in address:
+            raise UserError(
+                f"--address {address}: write HOST:6379, a cluster that this machine is part of, or http://HOST:8265, "
+                "its dashboard, to submit a job."
+            )
+        host, _, port = address.rpartition(":")
+        if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
+            raise UserError(
+                f"--address {address}: write HOST:PORT as `ray start` prints it, auto, or http://HOST:8265."
+            )
+        try:  # Ray would try for a minute
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise UserError(
+                f"--address {address}: {why}; start Ray there (ray start --head), or correct the address."
+            ) from None
     return selected(address, nodes_of(ask(address)), options.nodes, options.gpus)
 
 
@@ -118,27 +135,6 @@ def check_installed() -> None:
     """Raise UserError, with the command that installs Ray, if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f'--ray: Ray is not installed here; pip install "ray[train]=={VERSION}" (make ray).')
-
-
-def check_address(address: str) -> None:
-    """Refuse an address that is not a cluster's, or on which nothing listens: Ray would try for a minute."""
-    if address == "auto":
-        return
-    if "://" in address:
-        raise UserError(
-            f"--address {address}: write HOST:6379, a cluster that this machine is part of, or http://HOST:8265, its "
-            "dashboard, to submit a job."
-        )
-    host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
-        raise UserError(f"--address {address}: write HOST:PORT as `ray start` prints it, auto, or http://HOST:8265.")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(
-            f"--address {address}: {why}; start Ray there (ray start --head), or correct the address."
-        ) from None
 
 
 def nodes_of(found: list[Json]) -> list[Node]:
@@ -187,12 +183,12 @@ SHELL = '$`"\\'
 """Characters that the shell interprets despite the double quotes with which Ray quotes a job's words."""
 
 
-def job_command(address: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the `ray job submit` command that runs the launcher with the command line `words` on the cluster.
+def submit_job(address: str, words: Sequence[str], submit: bool) -> int:
+    """Print the command that runs the launcher with `words` on the cluster; with `submit` run it. Return its status.
 
     Refuses a word that Ray or the shell would change on its way to the launcher.
     """
-    given = command.forwarded(environment) | python_path({})
+    given = command.forwarded(os.environ) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
     own, skip = [], False  # without `--address A` and `--submit`
     for word in words:
@@ -207,12 +203,7 @@ def job_command(address: str, words: Sequence[str], environment: Mapping[str, st
         if set(word) & set(SHELL):
             raise UserError(f"{word}: a Ray job's words may not have {' '.join(SHELL)}; choose another name or value.")
     ray = Path(sys.executable).with_name("ray")
-    return [str(ray) if ray.exists() else "ray", "job", "submit", "--address", address, "--", *job]
-
-
-def submit_job(address: str, words: Sequence[str], submit: bool) -> int:
-    """Print the command and, with `submit`, run it; return its exit status."""
-    ready = job_command(address, words, os.environ)
+    ready = [str(ray) if ray.exists() else "ray", "job", "submit", "--address", address, "--", *job]
     print(redact(shlex.join(ready)), flush=True)
     if submit:
         check_installed()

@@ -1,4 +1,4 @@
-"""A run's hosts: reads and filters a hostfile by the rules of DeepSpeed's launcher, and returns the launcher's options.
+"""A run's hosts: reads and filters a hostfile by the rules of DeepSpeed's launcher.
 
 The file has one `name slots=N` per line, without users' names and ports; `--include` and `--exclude` are DeepSpeed's
 too: `host1@host2:0,2`.
@@ -6,7 +6,6 @@ too: `host1@host2:0,2`.
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,14 +129,6 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
     if not slots:
         raise UserError(f"{hostfile}: no hosts; write one `name slots=8` per line.")
     return slots
-
-
-def launcher_options(pool: HostPool, master: str) -> list[str]:
-    """Return the options of `deepspeed` that select the hosts."""
-    if not shutil.which("pdsh"):
-        raise UserError("--hostfile: DeepSpeed's launcher needs pdsh on this machine (Debian: apt-get install pdsh).")
-    # Without --force_multi a pool of one host would run here, whatever the host's name.
-    return ["--hostfile", str(pool.hostfile), *pool.options, "--master_addr", master, "--force_multi"]
 
 
 def check_command(folder: Path, master: str | None) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,8 +73,8 @@ EXPANSION = re.compile(r"\$(?=[A-Za-z_]|\{\w+\})")
 """A reference to a variable of the host, `$NAME` or `${NAME}`."""
 
 
-def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
-    """Write the forwarded variables in DeepSpeed's format, print their names, and return the file.
+def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, str]:
+    """Write the file of forwarded variables, and return an environment with which DeepSpeed exports no others.
 
     DeepSpeed reads only one file, which `DS_ENV_FILE` sets to this one. It includes the variables of the user's
     `~/.deepspeed_env` that do not contradict ours; `$NAME` in them is a variable of the host, as in that file. A
@@ -101,14 +101,7 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
         print(f"not forwarded, because they look like secrets: {', '.join(left)}; set them on each host", flush=True)
     file = folder.path / "deepspeed_env"
     files.write_text(file, "".join(f"{name}={value}\n" for name, value in taken.items()))
-    return file
-
-
-def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, str]:
-    """Write the file, and return an environment with which DeepSpeed's launcher exports no more than the file."""
-    file = write_environment(folder, environment)
-    written = {line.partition("=")[0] for line in file.read_text(encoding="utf-8").splitlines()}
-    kept = {name: value for name, value in environment.items() if name in written or not name.startswith(EXPORTED)}
+    kept = {name: value for name, value in environment.items() if name in taken or not name.startswith(EXPORTED)}
     return kept | {"DS_ENV_FILE": str(file)}
 
 
@@ -229,7 +222,7 @@ def check_hosts(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[An
     finally:
         token.unlink(missing_ok=True)
     named = list(zip(pool.hosts, answers, strict=True))
-    print(table([table_row(host, answer, answers[0]) for host, answer in named]), flush=True)
+    print(table(named), flush=True)
     found = [line for host, answer in named for line in problems(host, answer, answers[0], pool, existing)]
     if found:
         more = [f"({len(found) - 2} more)"] if len(found) > 2 else []
@@ -252,22 +245,21 @@ def ask_by_ssh(pool: HostPool, meeting: str, extensions: str, folder: Path, file
     asked = time.time()
     results = run_on_each(pool.hosts, command)
     answered = time.time()
-    return [parse_answer(result, asked, answered) for result in results]
-
-
-def parse_answer(result: subprocess.CompletedProcess[str], asked: float, answered: float) -> Answer:
-    """Return a host's answer, or the reason why there is none."""
-    if result.returncode == 0:
-        answer: Json = json.loads(result.stdout.splitlines()[-1])
-        # The clock is in sync if the host's time lies between our times before and after the query.
-        return answer | {"clock": max(asked - answer["time"], answer["time"] - answered, 0.0)}
-    last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-    failures = {
-        NO_CONNECTION: f"not reachable: {last}",
-        NO_CHECKOUT: f"no folder {IMPORT_ROOT}; the project must be at the same path on every host",
-        NO_PYTHON: f"no {sys.executable}; the environment must be at the same path on every host",
-    }
-    return {"failed": failures.get(result.returncode, f"different checkout or environment: {last}")}
+    answers: list[Answer] = []
+    for result in results:
+        if result.returncode == 0:
+            answer: Json = json.loads(result.stdout.splitlines()[-1])
+            # The clock is in sync if the host's time lies between our times before and after the query.
+            answers.append(answer | {"clock": max(asked - answer["time"], answer["time"] - answered, 0.0)})
+            continue
+        last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        failures = {
+            NO_CONNECTION: f"not reachable: {last}",
+            NO_CHECKOUT: f"no folder {IMPORT_ROOT}; the project must be at the same path on every host",
+            NO_PYTHON: f"no {sys.executable}; the environment must be at the same path on every host",
+        }
+        answers.append({"failed": failures.get(result.returncode, f"different checkout or environment: {last}")})
+    return answers
 
 
 def problems(host: str, answer: Answer, first: Answer, pool: HostPool, folder: Path) -> list[str]:
@@ -303,31 +295,31 @@ def problems(host: str, answer: Answer, first: Answer, pool: HostPool, folder: P
     return found
 
 
-def table_row(host: str, answer: Answer, first: Answer) -> tuple[str, ...]:
-    """Return a host's line of the table."""
-    if "failed" in answer:
-        return (host, "no", *["-"] * (len(COLUMNS) - 2))
-    same = "failed" not in first and answer["versions"] == first["versions"]
-    versions = answer["versions"]
-    speed = f" {answer['megabits'] / 1000:g} Gb/s" if answer["megabits"] else ""
-    return (
-        host,
-        "yes",
-        f"{answer['commit'] or '-'} ({answer['code']})",
-        f"torch {versions['torch']}, deepspeed {versions['deepspeed']}{', ...' if same else ', others differ'}",
-        str(len(answer["ops"])),
-        f"{len(answer['gpus'])} x {answer['gpus'][0]}" if answer["gpus"] else "none",
-        "-" if answer["free_gib"] is None else f"{answer['free_gib']} GiB",
-        f"{answer['clock']:.0f} s off" if answer["clock"] else "in sync",
-        f"{answer['interface'] or '-'}{speed}",
-        "shared" if answer["shared"] else "no",
-    )
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Return the table as text, with its headings."""
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (COLUMNS, *rows))
+def table(named: Sequence[tuple[str, Answer]]) -> str:
+    """Return the hosts' answers as a table; the versions are compared with those of the first host."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    first = named[0][1]
+    for host, answer in named:
+        if "failed" in answer:
+            rows.append((host, "no", *["-"] * (len(COLUMNS) - 2)))
+            continue
+        versions = answer["versions"]
+        others = ", ..." if "failed" not in first and versions == first["versions"] else ", others differ"
+        cells = (
+            host,
+            "yes",
+            f"{answer['commit'] or '-'} ({answer['code']})",
+            f"torch {versions['torch']}, deepspeed {versions['deepspeed']}{others}",
+            str(len(answer["ops"])),
+            f"{len(answer['gpus'])} x {answer['gpus'][0]}" if answer["gpus"] else "none",
+            "-" if answer["free_gib"] is None else f"{answer['free_gib']} GiB",
+            f"{answer['clock']:.0f} s off" if answer["clock"] else "in sync",
+            (answer["interface"] or "-") + (f" {answer['megabits'] / 1000:g} Gb/s" if answer["megabits"] else ""),
+            "shared" if answer["shared"] else "no",
+        )
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in rows)
 
 
 def network_interfaces(answers: list[Answer], environment: Mapping[str, str]) -> dict[str, str]:
