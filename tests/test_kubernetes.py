@@ -92,7 +92,7 @@ def objects(name, variant, nodes, gpus, changes, environment=None):
     recipe = recipe_of(name, variant, changes)
     options = {"image": "registry/recipes:1", "volume": "claim", "environment": environment or {"NCCL_DEBUG": "INFO"}}
     asked = kubernetes.allocation(recipe.name, nodes, gpus)
-    texts = kubernetes.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
+    texts = kubernetes.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), **options)
     return {file: list(yaml.safe_load_all(text)) for file, text in texts.items()}
 
 
@@ -354,9 +354,9 @@ def test_a_node_knows_its_number(variable, value, monkeypatch):
 
 
 def test_two_names_never_become_one_object():
-    recipe = replace(pages.find("tiny", "full"), name="Qwen3_MoE-30b.a3b")
-    values = kubernetes.values_of(Allocation("x", 1, 1, True), recipe, RunFolder(Path("full")), "i", "v")
-    assert values["name"] == "qwen3-moe-30b-a3b-full"
+    recipe = replace(pages.find("tiny", "full"), family="Qwen3_MoE", size="30b.a3b")
+    values = kubernetes.values_of(Allocation("x", 1, 1, True), recipe, RunFolder(Path("RUN_1")), "i", "v")
+    assert values["name"] == "qwen3-moe-30b-a3b-full-run-1"
     for words in (["--kubernetes", "--gpus", "0"], ["--kubernetes", "--nodes", "0"], ["--slurm", "--nodes", "0"]):
         with pytest.raises(UserError, match=f"{words[1]} 0: must be at least 1"):
             launch.main(["tiny", "full", *words])

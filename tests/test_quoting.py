@@ -194,7 +194,7 @@ def test_a_manifest_says_what_was_given(tmp_path, value):
     assume(not value.startswith(("/", "~")))  # paths of this machine are left out
     recipe = paths.locate(pages.find("tiny", "full"), kubernetes.MOUNT)
     options = {"image": "image:1", "volume": "runs", "environment": {"WANDB_NOTES": value, "NCCL_X=\n": "1"}}
-    texts = kubernetes.manifests(Allocation(value, 1, 2, True), recipe, RunFolder(tmp_path / "run"), options)
+    texts = kubernetes.manifests(Allocation(value, 1, 2, True), recipe, RunFolder(tmp_path / "run"), **options)
     job = list(yaml.safe_load_all(texts["job.yaml"]))[-1]
     env = {one["name"]: one.get("value") for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert expanded(env["WANDB_NOTES"]) == value and not any(name.startswith("NCCL_X") for name in env)

@@ -214,7 +214,7 @@ def test_scripts_manifests_and_pdsh_get_what_is_forwarded_and_nothing_else(tmp_p
     file = Path(launcher_environment(run, environment)["DS_ENV_FILE"]).read_text()
     recipe = paths.locate(pages.find("tiny", "full"), kubernetes.MOUNT)
     options = {"image": "i", "volume": "v", "environment": environment}
-    pods = kubernetes.manifests(Allocation("x", 1, 2, True), recipe, run, options)
+    pods = kubernetes.manifests(Allocation("x", 1, 2, True), recipe, run, **options)
     for text in (script, file, *pods.values()):
         assert PASSWORD not in text and "aB1" not in text and not any(f"{name}=" in text for name in UNLISTED)
     for name, value in TRAVEL.items():

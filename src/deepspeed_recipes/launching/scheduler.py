@@ -39,8 +39,7 @@ def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Run
     if options.slurm:
         return {str(slurm.path(folder)): slurm.script(asked, folder, _environment(asked))}
     if options.kubernetes:
-        given = {"image": image, "volume": volume, "environment": _environment(asked)}
-        return kubernetes.manifests(asked, recipe, folder, given)
+        return kubernetes.manifests(asked, recipe, folder, image, volume, _environment(asked))
     return cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
 
 

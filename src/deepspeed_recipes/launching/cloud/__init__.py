@@ -37,7 +37,7 @@ def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recip
     """Return the files of a job by their names."""
     where, shared = (RECIPE if engine == "sagemaker" else kubernetes.RECIPE_MOUNT), mount(engine)
     values = kubernetes.values_of(asked, recipe, folder, image, volume) | {
-        "environment": kubernetes.environment(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
+        "environment": kubernetes.variables(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
         "mount": shared,
         "recipe_mount": where,
         "accelerator": ACCELERATOR,

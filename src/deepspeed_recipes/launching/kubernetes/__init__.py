@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, check_no_credential
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json
 from ...recipe.project import PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder
@@ -47,15 +47,17 @@ def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
     return Allocation(name, nodes or 1, ranks or 1, gpus=True)
 
 
-def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: JsonView) -> dict[str, str]:
+def manifests(
+    asked: Allocation, recipe: Recipe, folder: RunFolder, image: str, volume: str, environment: Mapping[str, str]
+) -> dict[str, str]:
     """Return the manifests as YAML, by file name.
 
-    `recipe` has absolute local paths. `options` are `image`, `volume`, and under `environment` the variables of the
-    ranks. The run has the same name on the volume as here.
+    `recipe` has absolute local paths. `environment` has the variables of the ranks. The run has the same name on the
+    volume as here.
     """
-    values = values_of(asked, recipe, folder, options["image"], options["volume"]) | {
+    values = values_of(asked, recipe, folder, image, volume) | {
         "files": files(recipe),
-        "environment": environment(options["environment"]),
+        "environment": variables(environment),
         "secrets": command.SECRETS,
         "app": APP,
         "user": USER,
@@ -110,7 +112,7 @@ def _in_pod(key: str, path: str, mount: str) -> str:
     raise UserError(f"{key}={path}: pods cannot read it; copy it to the volume and set {key}={inside}.")
 
 
-def environment(ours: Mapping[str, str]) -> dict[str, str]:
+def variables(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this environment that also apply in a pod, without secrets."""
     kept = {
         name: value
