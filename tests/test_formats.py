@@ -448,6 +448,13 @@ UNREAD = [
 ]
 
 
+@pytest.mark.parametrize("content", ["a;b\n1;2\n", "a\tb\n1\t2\n", "a|b\n1|2\n", "sep=;\na;b\n1;2\n", "a,b\n1,2\n"])
+def test_the_separator_of_a_table_is_read_from_its_first_line(tmp_path, content):
+    (tmp_path / "a.csv").write_text(content)
+    line = content.count("\n")
+    assert list(text_files.read(tmp_path / "a.csv")) == [(f"{tmp_path}/a.csv:{line}", {"a": "1", "b": "2"})]
+
+
 def test_roles_that_no_turn_has_are_found():
     rows = [("a", {"messages": [{"role": "Customer", "content": "a"}, assistant("b")]})]
     rows.append(("b", {"chat": json.dumps([{"speaker": "agent", "content": "a"}])}))

@@ -383,8 +383,11 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, J
 
     source = lines()
     head = next(source, "")
-    if separator == "," and "," not in head and ";" in head:  # as spreadsheets write where the comma is decimal
-        separator = ";"
+    if named := re.fullmatch(r"sep=(.)\s*", head):  # a spreadsheet's own line before the header
+        separator, head = named[1], next(source, "")
+        places.pop(0)
+    elif separator == "," and "," not in head:  # as spreadsheets write where the comma is decimal, and databases
+        separator = next((other for other in ";\t|" if other in head), ",")
     rows, names = csv.reader(chain([head], source), delimiter=separator, strict=True), list[str]()
     while True:
         if names:

@@ -94,9 +94,7 @@ def _optimization(found: Translation) -> None:
             given = given[:1] if steps or not ratio else given[1:]
             found.unneeded["warmup_ratio" if given == ["warmup_steps"] else "warmup_steps"] = f"{given[0]} counts"
         if not steps and number(ratio or 0, "warmup_ratio") >= 1:
-            found.lack(
-                "warmup_ratio", f"{ratio}: schedule.warmup is a number of steps from 1 on; give theirs"
-            )
+            found.lack("warmup_ratio", f"{ratio}: schedule.warmup is a number of steps from 1 on; give theirs")
         else:
             found.set("schedule.warmup", steps or ratio or 0.0, *given)
     name = _typed(found, "optim", "optimizer")
