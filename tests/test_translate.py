@@ -323,7 +323,7 @@ def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, ke
     assert f"\n  {key}: " in shown
 
 
-LAYERS = {"finetuning_type": "freeze", "freeze_trainable_layers": -2, "freeze_trainable_modules": "mlp"}
+LAYERS = {"finetuning_type": "freeze", "freeze_trainable_layers": -2, "freeze_trainable_modules": "mlp, "}
 WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10, "min_lr_ratio": 0.1}}
 
 

@@ -121,6 +121,13 @@ def test_pictures_keep_their_places():
     assert [one["path"] for one in first["images"]] == ["/a.png", "/b.jpg", "/c.png"]
     assert [one["type"] for one in first["messages"][0]["content"]] == ["text", "image", "text", "image"]
     assert second["images"] == [] and second["messages"][0]["content"] == "no <image> here"
+    answer = [{"role": "assistant", "content": [part(path="/z.png")]}]
+    swapped = {"completion": answer, "prompt": [{"role": "user", "content": [part(path="/a.png"), TEXT]}]}
+    plain, found = images.taken_out("data:3", swapped, None)
+    assert [one["path"] for one in found] == ["/a.png", "/z.png"], (
+        "in the order of the turns, whatever that of the keys"
+    )
+    assert list(plain) == ["completion", "prompt"]
 
 
 BAD = {

@@ -480,13 +480,13 @@ def write(source: Path, output: Path, merge: bool) -> str:
         )
     copied, left_out = [], []
     for file in sorted(one for one in source.rglob("*") if not one.is_dir()):
-        name = file.relative_to(source)
+        path = file.relative_to(source)
         if not file.exists():
             raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")
-        if OF_A_RUN.match(str(name)) or any(part.startswith(".") for part in name.parts):
+        if OF_A_RUN.match(str(path)) or any(part.startswith(".") for part in path.parts):
             continue
         if file.suffix in OTHER_WEIGHTS:
-            left_out.append(str(name))
+            left_out.append(str(path))
         else:
             copied.append(file)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -510,9 +510,9 @@ def write(source: Path, output: Path, merge: bool) -> str:
             kind = "a whole model with the adapter merged into it"
         else:
             for file in copied:
-                place_of = part / file.relative_to(source)
-                place_of.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(file, place_of)
+                target = part / file.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, target)
             if left_out and not (source / COMPLETE).exists():
                 say(f"left out, other formats of weights: {', '.join(left_out)}")
             _check_copies(source, part)

@@ -186,8 +186,8 @@ def requested(options: LaunchOptions) -> Request:
     for variable, key in OF_WANDB.items() if "wandb" in names(recipe.tracking) else ():
         value = {"dryrun": "offline", "run": "online"}.get(given := os.environ.get(variable, ""), given)
         if value and key not in keys:
-            before, recipe = recipe, overrides.apply(recipe, [f"{key}={value}"])
-            if recipe != before:
+            same, recipe = recipe, overrides.apply(recipe, [f"{key}={value}"])
+            if recipe != same:
                 print(f"{variable}: {key}={value}", file=sys.stderr, flush=True)
     if not folder:
         recipe = with_own_split(recipe, keys)

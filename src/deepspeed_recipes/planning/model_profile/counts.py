@@ -39,8 +39,9 @@ def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:
     """
     trained_share(recipe)
     saved_parameters(recipe)
-    lora = recipe.lora if recipe.model.config and not recipe.model.vision else None
-    for key, text in (("modules", lora and lora.target_modules), ("parameters", lora and lora.target_parameters)):
+    if not (lora := recipe.lora) or not recipe.model.config or recipe.model.vision:
+        return
+    for key, text in (("modules", lora.target_modules), ("parameters", lora.target_parameters)):
         if f"lora.target_{key}" not in given or text in (None, "all-linear"):
             continue
         known = {name if key == "parameters" else name.rpartition(".")[0] for name in _counts(recipe)}

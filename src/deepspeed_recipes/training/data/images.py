@@ -109,10 +109,11 @@ def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, lis
         return text
 
     changed = dict(example)
-    for name, value in example.items():
-        if name in TURNS and isinstance(value, str):
+    for name in (name for name in TURNS if name in example):  # in the order of the conversation, not of the keys
+        value = example[name]
+        if isinstance(value, str):
             changed[name] = in_text(value)
-        elif name in TURNS and isinstance(value, list):
+        elif isinstance(value, list):
             changed[name] = [
                 {key: in_content(one) if key in ("content", "value") else one for key, one in turn.items()}
                 if isinstance(turn, dict)

@@ -130,7 +130,7 @@ def _frozen(found: Translation) -> None:
     """Translate the layers that `finetuning_type: freeze` trains, where their numbers do not depend on the model."""
     layers, modules = found.take("freeze_trainable_layers"), found.take("freeze_trainable_modules") or "all"
     layers = 2 if layers is None else layers
-    names = modules if isinstance(modules, list) else [word.strip() for word in str(modules).split(",")]
+    names = words_of(modules)
     inside = "" if names == ["all"] else rf".*\b({'|'.join(names)})\b"
     if trainer.number(layers, "freeze_trainable_layers") < 0:  # the first ones
         count = abs(int(layers))
