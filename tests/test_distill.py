@@ -240,15 +240,17 @@ def writing(share, max_new_tokens):
     return replace(pages.find("tiny", "distill"), packing=False, method=settings)
 
 
-def test_prompts_that_leave_no_room_for_an_answer_are_left_out(alone, capsys):
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out(alone, monkeypatch, capsys):
     recipe = replace(writing(0.5, 10), sequence_length=16, global_batch_size=2, micro_batch_size=2)
     labels = [[-100] * prompt + [7] for prompt in (5, 6, 7)]
     found = Datasets(Dataset.from_dict({"labels": labels}), None, None, [], updates.Size(3, 3, 3, 21))
-    kept = distill.with_room(found, recipe)
+    monkeypatch.setattr(distill, "tokenized_datasets", lambda *_: found)
+    monkeypatch.setattr(distill.teacher, "check", lambda *_: None)
+    kept = distill.datasets(recipe, None)
     assert [len(one) for one in kept.training["labels"]] == [6, 7] and kept.size.sequences == 2
     assert "1 examples left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"distill\.max_new_tokens=10: 2 of 3 prompts leave room in sequence_length=16"):
-        distill.with_room(found, replace(recipe, global_batch_size=4))
+        distill.datasets(replace(recipe, global_batch_size=4), None)
 
 
 def test_a_share_of_the_steps_is_on_policy():

@@ -1,8 +1,10 @@
 """Runs that learn from feedback: a resumed one is the same run, and the report shows the method's own numbers."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
 from deepspeed_recipes.recipe.methods import Kto
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
@@ -12,6 +14,7 @@ from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import curves
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods import kto
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered
@@ -41,7 +44,22 @@ def test_it_resumes_exactly_and_its_numbers_are_in_the_report(ranks, tmp_path, m
     assert drawn >= {curves.named(recipe, name) for name in NUMBERS[method]}
 
 
-def test_judged_answers_of_which_one_kind_outweighs_the_other_are_named():
-    assert kto.unbalanced(Kto(), 10, 10) is kto.unbalanced(Kto(good_weight=4.0), 5, 20) is None
-    assert "count 0.067 times" in (few := kto.unbalanced(Kto(), 1, 15)) and "kto.good_weight=15 makes" in few
-    assert "kto.bad_weight=4 makes" in kto.unbalanced(Kto(), 20, 5)
+@pytest.mark.parametrize(
+    ("good_weight", "good", "bad", "said"),
+    [
+        (1.0, 10, 10, None),
+        (4.0, 5, 20, None),
+        (1.0, 1, 15, "count 0.067 times as much as the bad ones; the paper advises 1 to 1.33, and kto.good_weight=15"),
+        (1.0, 20, 5, "count 4 times as much as the bad ones; the paper advises 1 to 1.33, and kto.bad_weight=4 makes"),
+    ],
+)
+def test_judged_answers_of_which_one_kind_outweighs_the_other_are_named(
+    alone, tmp_path, capsys, good_weight, good, bad, said
+):
+    labels, file = [True] * good + [False] * bad, tmp_path / "judged.jsonl"
+    rows = [{"prompt": f"Question {at}", "completion": "Answer", "label": label} for at, label in enumerate(labels)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = replace(small(TINY_MODEL, file, method="kto", micro_batch_size=1), method=Kto(good_weight=good_weight))
+    kto.datasets(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
+    shown = capsys.readouterr().out
+    assert said in shown if said else "warning" not in shown

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from deepspeed_recipes.samples import rewards as sample_rewards
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.forms import formats
 from deepspeed_recipes.training.methods import grpo
+from deepspeed_recipes.training.methods.averages import Averages
 from deepspeed_recipes.training.methods.rollouts import hooks, scoring
 from tests.parity import gate
 from tests.small import small
@@ -225,7 +227,11 @@ def test_the_losses_are_those_of_the_papers():
     torch.testing.assert_close(grpo.divergence(torch.zeros(1), half), torch.tensor([0.5 + math.log(2) - 1]))
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     losses = torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    assert grpo.per_answer(losses, mask).item() == (2 + 4 + 0) / 3
+    settings = {"epsilon_low": 0.2, "epsilon_high": 0.3, "beta": 0.0, "loss_type": "grpo"}
+    trainer = SimpleNamespace(**settings, current_gradient_accumulation_steps=1, averages=Averages())
+    trainer._log_probs = lambda *_: (torch.zeros(3, 3), mask.bool())
+    inputs = {"advantages": -torch.ones(3), "importance_sampling_ratio": losses}
+    assert grpo.RunGRPOTrainer.compute_loss(trainer, None, inputs).item() == (2 + 4 + 0) / 3
 
 
 def test_the_sample_functions_score_as_they_say():

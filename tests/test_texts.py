@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,10 +135,18 @@ def test_balanced_classes_weigh_the_same():
     assert weights[torch.tensor(labels)].mean() == pytest.approx(1)
 
 
-def test_macro_f1_is_the_mean_over_classes_that_occur():
-    confused = torch.tensor([[3.0, 1, 0], [0, 2, 0], [0, 0, 0]])
-    assert classify.macro_f1(confused) == pytest.approx((6 / 7 + 4 / 5) / 2)
-    assert classify.macro_f1(torch.tensor([[9.0, 0], [1, 0]])) == pytest.approx(9 * 2 / 19 / 2)
+@pytest.mark.parametrize(
+    ("labels", "answered", "macro_f1"),
+    [("AAAABB", "AAABBB", (6 / 7 + 4 / 5) / 2), ("AAAAAAAAAB", "AAAAAAAAAA", 9 * 2 / 19 / 2)],
+)
+def test_macro_f1_is_the_mean_over_classes_that_occur(alone, monkeypatch, labels, answered, macro_f1):
+    model = SimpleNamespace(config=SimpleNamespace(id2label=dict(enumerate("ABC")), num_labels=3))
+    examples = [{"label": label} for label in labels]
+    logits = torch.eye(3)[["ABC".index(label) for label in answered]]
+    monkeypatch.setattr(classify, "judged", lambda *_: [(examples, logits)])
+    context = SimpleNamespace(recipe=pages.find("tiny", "classify"))
+    found = classify.metric(SimpleNamespace(context=context, model=model, processing_class=None), examples)
+    assert found["macro_f1"] == pytest.approx(macro_f1)
 
 
 def test_texts_that_are_right_too_are_no_negatives(alone):

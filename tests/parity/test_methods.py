@@ -21,6 +21,7 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import collate
 from deepspeed_recipes.training.methods import preferences
+from deepspeed_recipes.training.trainer import RunHooks
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import own_code, trl_alone
@@ -187,11 +188,15 @@ def test_a_reference_that_is_computed_once_trains_the_same_model(
     assert len(read_json(run.reference)) == 8
 
 
-def test_a_reference_of_other_pairs_is_refused(tmp_path):
+def test_a_reference_of_other_pairs_is_refused(tmp_path, monkeypatch):
     run = RunFolder(tmp_path)
     write_json(run.reference, [[-1.0, -2.0]] * 7)
+    monkeypatch.setattr(RunHooks, "on_engine_ready", lambda _: None)
+    trainer = object.__new__(preferences.RunDPOTrainer)
+    trainer.precompute_ref_logps, trainer.train_dataset = True, [{}] * 8
+    trainer.context = SimpleNamespace(run=run, checkpoint=run.checkpoints / "checkpoint-3")
     with pytest.raises(UserError, match=r"log-probabilities of 7 pairs, and the data has 8; resume with the data"):
-        preferences.stored_reference(run, 8)
+        trainer.on_engine_ready()
 
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

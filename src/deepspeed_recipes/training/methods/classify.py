@@ -131,10 +131,10 @@ def balanced(labels: Sequence[int], number: int) -> torch.Tensor:
 
 
 def metric(trainer: RunClassificationTrainer, examples: Dataset) -> dict[str, float]:
-    """Return `accuracy`, `macro_f1` and the unweighted `loss` of held-out texts."""
+    """Return `accuracy`, `macro_f1` (the mean over classes that occur) and the unweighted `loss` of held-out texts."""
     recipe, model = trainer.context.recipe, trainer.model
     numbers = {model.config.id2label[at]: at for at in range(model.config.num_labels)}
-    confused = torch.zeros(len(numbers), len(numbers), dtype=torch.float64)
+    confused = torch.zeros(len(numbers), len(numbers), dtype=torch.float64)  # true classes, answered classes
     loss = 0.0
     for batch, logits in judged(model, trainer.processing_class, examples, recipe, recipe.layout):
         labels = torch.tensor([numbers[example["label"]] for example in batch], dtype=torch.long)
@@ -143,14 +143,12 @@ def metric(trainer: RunClassificationTrainer, examples: Dataset) -> dict[str, fl
             confused[label, answer] += 1
     loss, *counted = distributed.total(loss, *confused.flatten().tolist())
     confused = torch.tensor(counted).view_as(confused)
-    right = confused.diagonal().sum().item()
-    return {"accuracy": right / len(examples), "macro_f1": macro_f1(confused), "loss": loss / len(examples)}
-
-
-def macro_f1(confused: torch.Tensor) -> float:
-    """Return the mean F1 of the classes that occur, from a matrix that counts true (rows) and predicted classes."""
-    both = confused.sum(0) + confused.sum(1)
-    return (2 * confused.diagonal() / both)[both > 0].mean().item()
+    right, both = confused.diagonal(), confused.sum(0) + confused.sum(1)
+    return {
+        "accuracy": right.sum().item() / len(examples),
+        "macro_f1": (2 * right / both)[both > 0].mean().item(),
+        "loss": loss / len(examples),
+    }
 
 
 @torch.no_grad()

@@ -54,11 +54,24 @@ answer = sft.answer
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
-    """Return sequences of tokens with labels."""
-    if not Distill.of(recipe).served:
+    """Return sequences of tokens with labels; where the student writes, those whose prompts leave room for it."""
+    distill = Distill.of(recipe)
+    if not distill.served:
         teacher.check(recipe, tokenizer)
     found = tokenized_datasets(recipe, tokenizer)
-    return with_room(found, recipe) if Distill.of(recipe).on_policy else found
+    if not distill.on_policy:
+        return found
+    longest, training = recipe.sequence_length - distill.max_new_tokens, found.training
+    kept: Any = training.filter(lambda sequence: _prompt_length(sequence["labels"]) <= longest)
+    if len(kept) < recipe.global_batch_size:
+        raise UserError(
+            f"distill.max_new_tokens={distill.max_new_tokens}: {len(kept)} of {len(training)} prompts leave "
+            f"room in sequence_length={recipe.sequence_length}; use fewer, or a larger sequence_length."
+        )
+    if len(kept) < len(training):
+        say(f"distillation: {len(training) - len(kept)} examples left out, whose prompts leave no room for an answer")
+    size = found.size and replace(found.size, documents=len(kept), sequences=len(kept))
+    return replace(found, training=kept, size=size)
 
 
 class RunDistillTrainer(Averaging, Trainer):
@@ -143,37 +156,20 @@ class RunDistillTrainer(Averaging, Trainer):
         self, batch: Batch, of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
-        recipe = self.context.recipe
-        distill = Distill.of(recipe)
+        distill = self.distill
         log_probs = (logits / distill.temperature).log_softmax(-1)
         if self.teacher and of_teacher is not None:
             wanted = self.teacher.log_probs(of_teacher[tokens])
         else:
             log_probs = divergence.of_outcomes(log_probs, batch[TOKENS][tokens])
             wanted = batch[LOG_PROBS][tokens]
-        apart = divergence.per_token(log_probs, wanted, recipe)
+        apart = divergence.per_token(log_probs, wanted, self.context.recipe)
         entropy = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
         loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * entropy
         return loss.sum(), torch.stack([apart, entropy])
 
 
 trainer = RunDistillTrainer.of
-
-
-def with_room(found: Datasets, recipe: Recipe) -> Datasets:
-    """Return the datasets without those training examples whose prompts leave no room for an answer."""
-    longest = recipe.sequence_length - Distill.of(recipe).max_new_tokens
-    training: Any = found.training
-    kept = training.filter(lambda sequence: _prompt_length(sequence["labels"]) <= longest)
-    if len(kept) < recipe.global_batch_size:
-        raise UserError(
-            f"distill.max_new_tokens={Distill.of(recipe).max_new_tokens}: {len(kept)} of {len(training)} prompts leave "
-            f"room in sequence_length={recipe.sequence_length}; use fewer, or a larger sequence_length."
-        )
-    if len(kept) < len(training):
-        say(f"distillation: {len(training) - len(kept)} examples left out, whose prompts leave no room for an answer")
-    size = found.size and replace(found.size, documents=len(kept), sequences=len(kept))
-    return replace(found, training=kept, size=size)
 
 
 def writes(recipe: Recipe, step: int) -> bool:

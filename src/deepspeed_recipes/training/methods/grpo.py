@@ -8,7 +8,6 @@ device, once per step.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -59,11 +58,6 @@ def divergence(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
     return difference.exp() - difference - 1
 
 
-def per_answer(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over answers of the mean over an answer's tokens (equation 3)."""
-    return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
-
-
 class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
     """TRL's trainer with the run's hooks."""
 
@@ -88,15 +82,12 @@ class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
         if self.loss_type == "dr_grpo":
             mean = (losses * mask).sum() / (len(losses) * self.max_completion_length)
         else:
-            mean = per_answer(losses, mask)
+            mean = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
         return mean / self.current_gradient_accumulation_steps
 
 
 class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
     """TRL's trainer with the run's hooks."""
-
-    def _as_trl_expects(self, found: list[list[int]]) -> Any:
-        return found
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: Batch, *arguments: TrainingArguments, **options: object

@@ -1,7 +1,6 @@
 """KTO (Ethayarajh et al. 2024, arXiv:2402.01306), by TRL: learns from answers that were judged good or bad."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -44,7 +43,12 @@ class RunKTOTrainer(Averaging, KTOTrainer):
         good = inputs["label"].bool()
         mismatched = self._compute_kl_logps(model, inputs)
         said = _log_likelihood(model, inputs)
-        with self._before_training() as reference:
+        reference, adapters = self.ref_model, nullcontext()
+        if reference is None:  # this model with its initial adapters
+            reference, wrapped = self.model, self.accelerator.unwrap_model(self.model)
+            adapters = use_adapter(wrapped, "ref" if "ref" in wrapped.peft_config else None)
+        plain = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), plain, adapters:
             kl = (mismatched - self._compute_kl_logps(reference, inputs)).mean()
             before = _log_likelihood(reference, inputs)
         dist.all_reduce(kl)
@@ -56,17 +60,6 @@ class RunKTOTrainer(Averaging, KTOTrainer):
         self.averages.add({"rewards/rejected": rewards}, ~good)
         self.averages.add({"kl": kl})
         return (weights * torch.sigmoid(self.beta * torch.where(good, kl - ratio, ratio - kl))).mean()
-
-    @contextmanager
-    def _before_training(self) -> Iterator[None]:
-        """Provide the model before training: a second model, or this one with its initial adapters."""
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            if self.ref_model is not None:
-                yield self.ref_model
-                return
-            adapters = self.accelerator.unwrap_model(self.model)
-            with use_adapter(adapters, "ref" if "ref" in adapters.peft_config else None):
-                yield self.model
 
     def averaged(self) -> dict[str, float]:
         """Return the numbers to log; a margin if there were good and bad answers."""
@@ -106,26 +99,20 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if not 0 < good < len(kept):
         raise UserError(f"data.path: of {len(kept)} judged answers {good} are good; KTO needs good and bad ones.")
     say(f"training: {len(kept)} judged answers, {good} of them good{report.left_out(len(fits) - len(kept), together)}")
-    if warning := unbalanced(Kto.of(recipe), good, len(kept) - good):
-        say(warning)
+    kto, bad = Kto.of(recipe), len(kept) - good
+    ratio = kto.good_weight * good / (kto.bad_weight * bad)
+    if not 2 / 3 <= ratio <= 2:  # far from the range of the paper's equation 8
+        key, value = "good_weight", kto.bad_weight * bad / good
+        if ratio > 1:
+            key, value = "bad_weight", kto.good_weight * good / bad
+        say(
+            f"warning: training: with their weights, the good answers count {ratio:.2g} times as much as the bad ones; "
+            f"the paper advises 1 to 1.33, and kto.{key}={value:.3g} makes them count alike"
+        )
     paired = kept.map(_mismatched, batched=True, batch_size=together)
     size = updates.Size(len(found), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
     return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
-
-
-def unbalanced(kto: Kto, good: int, bad: int) -> str | None:
-    """Return a warning if one kind of answers outweighs the other, or None near the range of the paper's equation 8."""
-    ratio = kto.good_weight * good / (kto.bad_weight * bad)
-    if 2 / 3 <= ratio <= 2:
-        return None
-    key, value = "good_weight", kto.bad_weight * bad / good
-    if ratio > 1:
-        key, value = "bad_weight", kto.good_weight * good / bad
-    return (
-        f"warning: training: with their weights, the good answers count {ratio:.2g} times as much as the bad ones; the "
-        f"paper advises 1 to 1.33, and kto.{key}={value:.3g} makes them count alike"
-    )
 
 
 def with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase) -> Json:

@@ -26,7 +26,7 @@ from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Dpo, Orpo, Simpo
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import RunFolder, read_json, write_json
+from ...recipe.run_folder import read_json, write_json
 from .. import distributed
 from ..console import say
 from ..data import load, tokenize, updates
@@ -115,20 +115,6 @@ def of_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
     }
 
 
-def ranked_by(value: Callable[..., torch.Tensor]) -> Callable[[PairHooks, Dataset], dict[str, float]]:
-    """Return a method's `metric`: how the model ranks pairs by one of the values in `scores`.
-
-    It returns `preference_accuracy` and `preference_margin`.
-    """
-
-    def metric(trainer: PairHooks, examples: Dataset) -> dict[str, float]:
-        recipe = trainer.context.recipe
-        pairs, batch_size = list(examples), recipe.micro_batch_size
-        return scores.preferences(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout, value)
-
-    return metric
-
-
 class FusedHead(RunHooks):
     """A trainer that gives its model the head; TRL's DPO and KTO trainers do that themselves."""
 
@@ -168,17 +154,6 @@ def with_reference(kind: type[RunHooks]) -> Callable[[RunContext, Parts], RunHoo
     return lambda context, parts: kind.of(context, parts, ref_model=reference_of(context.recipe))
 
 
-def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
-    """Return the log-probabilities that a run has stored for `count` pairs."""
-    found = read_json(run.reference, [])
-    if len(found) != count:
-        raise UserError(
-            f"dpo.precompute=true: {run.reference} has the reference's log-probabilities of {len(found)} pairs, and "
-            f"the data has {count}; resume with the data and the settings that the run started with."
-        )
-    return torch.tensor(found)
-
-
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 UNEVEN = "uneven"
 """Key of a micro-batch of which some ranks have fewer pairs."""
@@ -212,7 +187,14 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
             return
         context, pairs = self.context, self.train_dataset
         if context.checkpoint:
-            self.before = stored_reference(context.run, len(pairs))
+            place = context.run.reference
+            stored = read_json(place, [])
+            if len(stored) != len(pairs):
+                raise UserError(
+                    f"dpo.precompute=true: {place} has the reference's log-probabilities of {len(stored)} pairs, and "
+                    f"the data has {len(pairs)}; resume with the data and the settings that the run started with."
+                )
+            self.before = torch.tensor(stored)
             return
         say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
         size, ranks, rank = context.recipe.micro_batch_size, dist.get_world_size(), dist.get_rank()
@@ -340,21 +322,27 @@ class PairMethod:
 
     arguments: Callable[[Json, Recipe], TrainingArguments]
     trainer: Callable[[RunContext, Parts], PairHooks]
-    metric: Callable[[PairHooks, Dataset], dict[str, float]]
+    value: Callable[..., torch.Tensor]
+    """Gives an answer the value, one of those in `scores`, by which held-out pairs are ranked."""
     datasets: Callable[[Recipe, PreTrainedTokenizerBase], load.Datasets] = datasets
+
+    def metric(self, trainer: PairHooks, examples: Dataset) -> dict[str, float]:
+        """Return how the model ranks pairs: `preference_accuracy` and `preference_margin`."""
+        recipe, tokenizer, pairs = trainer.context.recipe, trainer.processing_class, list(examples)
+        return scores.preferences(trainer.model, tokenizer, pairs, recipe.micro_batch_size, recipe.layout, self.value)
 
 
 METHODS = {
-    "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), ranked_by(scores.log_likelihood)),
+    "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), scores.log_likelihood),
     "orpo": PairMethod(
         lambda common, recipe: ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length),
         RunORPOTrainer.of,
-        ranked_by(partial(scores.log_likelihood, per_token=True)),
+        partial(scores.log_likelihood, per_token=True),
     ),
-    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, ranked_by(partial(scores.log_likelihood, per_token=True))),
+    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, partial(scores.log_likelihood, per_token=True)),
     "reward": PairMethod(
         lambda common, recipe: RewardConfig(**common, max_length=recipe.sequence_length),
         RunRewardTrainer.of,
-        ranked_by(scores.reward),
+        scores.reward,
     ),
 }

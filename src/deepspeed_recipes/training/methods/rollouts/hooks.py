@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from trl import RLOOTrainer
 from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
@@ -155,8 +156,23 @@ class RolloutHooks(Averaging):
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         self.context.metrics.count([{"attention_mask": mask}])
         step = self.state.global_step + 1
-        if distributed.is_first() and (step == 1 or step % self.args.logging_steps == 0):
-            self._keep_extremes()
+        if not distributed.is_first() or not (step == 1 or step % self.args.logging_steps == 0):
+            return output
+        rewards = {name: list(values) for name, values in self._logs["rewards"].items()}
+        totals = [self.scorer.total(scores) for scores in zip(*rewards.values(), strict=True)]
+        scored = [at for at, total in enumerate(totals) if not math.isnan(total)]
+        for which, of in (("best", max), ("worst", min)) if scored else ():
+            at = of(scored, key=totals.__getitem__)
+            turns = (f"{turn['role']}: {turn.get('content') or ''}" for turn in self._logs["prompt"][at])
+            row = {
+                "step": step,
+                "which": which,
+                "reward": totals[at],
+                "rewards": {name: values[at] for name, values in rewards.items()},
+                "prompt": cut("\n".join(turns)),
+                "answer": cut(self._logs["completion"][at][0].get("content") or ""),
+            }
+            append_jsonl(self.context.run.rollouts, row)
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: object) -> Any:
@@ -169,7 +185,8 @@ class RolloutHooks(Averaging):
         seeds = seeds_of(self.args.seed, self.state.global_step, numbers)
         noise = Noise(seeds, self.temperature, self.accelerator.device)
         longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
-        return self._as_trl_expects(written_answers(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
+        found = written_answers(self, prompt_ids, noise, longest, self.eos_token_ids, gather)
+        return found if isinstance(self, RLOOTrainer) else (found, None)
 
     def _check_server(self) -> None:
         """Refuse a server whose weights are not those of the last transfer, where a comparison is due; a collective.
@@ -221,9 +238,6 @@ class RolloutHooks(Averaging):
         self.averages.add({"entropy": entropy}, mask)
         return log_probs, mask
 
-    def _as_trl_expects(self, found: list[list[int]]) -> Any:
-        return found, None
-
     def _calculate_rewards(
         self,
         inputs: list[dict[str, torch.Tensor]],
@@ -243,26 +257,6 @@ class RolloutHooks(Averaging):
             )
         self._metrics["train"]["rewards/failed"].append(failed.float().mean().item())
         return rewards
-
-    def _keep_extremes(self) -> None:
-        """Write the answers with the highest and the lowest reward of this step into the run folder."""
-        rewards = {name: list(values) for name, values in self._logs["rewards"].items()}
-        totals = [self.scorer.total(scores) for scores in zip(*rewards.values(), strict=True)]
-        scored = [at for at, total in enumerate(totals) if not math.isnan(total)]
-        if not scored:
-            return
-        for which, of in (("best", max), ("worst", min)):
-            at = of(scored, key=totals.__getitem__)
-            turns = (f"{turn['role']}: {turn.get('content') or ''}" for turn in self._logs["prompt"][at])
-            row = {
-                "step": self.state.global_step + 1,
-                "which": which,
-                "reward": totals[at],
-                "rewards": {name: values[at] for name, values in rewards.items()},
-                "prompt": cut("\n".join(turns)),
-                "answer": cut(self._logs["completion"][at][0].get("content") or ""),
-            }
-            append_jsonl(self.context.run.rollouts, row)
 
     # Between steps
 

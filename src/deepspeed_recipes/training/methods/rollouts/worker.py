@@ -41,9 +41,21 @@ def main(seconds: float, names: list[str]) -> None:
     reply(None)
     for line in sys.stdin:
         asked = json.loads(line)
+        scored: list[float | str] = []  # each function's number, or an error message
         # If the rank is dead by then, nothing else would end a function that never returns.
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        scored = [_score(function, asked["answer"], asked["example"]) for function in functions]
+        for function in functions:
+            try:
+                reward = function(asked["answer"], dict(asked["example"]))
+            except BaseException as error:  # even sys.exit ends only this example
+                scored.append(_described(error))
+                continue
+            if not isinstance(reward, numbers.Real):
+                scored.append(f"returned {_kind(reward)}; one number for the answer is expected")
+            elif not math.isfinite(reward):
+                scored.append(f"returned {float(reward)}; a finite number is expected")
+            else:
+                scored.append(float(reward))
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(scored)
 
@@ -78,19 +90,6 @@ def load(path: str, name: str) -> Function:
         return found[0]
 
     return scored
-
-
-def _score(function: Function, answer: str, example: dict[str, Any]) -> float | str:
-    """Return the reward, or an error message."""
-    try:
-        reward = function(answer, dict(example))
-    except BaseException as error:  # even sys.exit ends only this example
-        return _described(error)
-    if not isinstance(reward, numbers.Real):
-        return f"returned {_kind(reward)}; one number for the answer is expected"
-    if not math.isfinite(reward):
-        return f"returned {float(reward)}; a finite number is expected"
-    return float(reward)
 
 
 def _kind(value: Any) -> str:
