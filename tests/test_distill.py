@@ -438,9 +438,8 @@ def test_both_distributions_are_softened_by_the_temperature_and_the_answers_are_
     logits, other = (3 * one for one in distributions)
     recipe, targets = of(temperature=2.0, alpha=0.25), torch.arange(7)
     softened = (other / 2).log_softmax(-1)
-    trainer = SimpleNamespace(
-        context=SimpleNamespace(recipe=recipe), teacher=SimpleNamespace(log_probs=lambda hidden: hidden)
-    )
+    context, teacher = SimpleNamespace(recipe=recipe), SimpleNamespace(log_probs=lambda hidden: hidden)
+    trainer = SimpleNamespace(context=context, distill=recipe.method, teacher=teacher)
     loss, numbers = RunDistillTrainer._compared(trainer, {TARGETS: targets}, softened, logits, slice(0, 7))
     kl = torch.nn.functional.kl_div((logits / 2).log_softmax(-1), softened, log_target=True, reduction="none").sum(-1)
     said = torch.nn.functional.cross_entropy(logits, targets, reduction="none")

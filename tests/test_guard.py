@@ -203,12 +203,24 @@ def test_the_next_sequence_replaces_one_that_is_left_out():
     assert [sequences[number]["at"] for number in range(4)] == [0, 2, 2, 3]
 
 
-def test_a_spike_is_six_standard_deviations_above_the_mean():
-    flat = [2.0, 2.2] * 64  # mean 2.1, deviation 0.1
-    deviation = torch.tensor(flat).std().item()
-    assert loss_guard.is_spike(2.1 + 6.01 * deviation, flat) and not loss_guard.is_spike(2.1 + 5.99 * deviation, flat)
-    assert not loss_guard.is_spike(100.0, flat[:63]) and loss_guard.is_spike(100.0, flat[:64])
-    assert not loss_guard.is_spike(-100.0, flat)
+DEVIATION = torch.tensor([2.0, 2.2] * 64).std().item()
+
+
+@pytest.mark.parametrize(
+    ("loss", "earlier", "jumped"),
+    [
+        (2.1 + 6.01 * DEVIATION, 128, True),
+        (2.1 + 5.99 * DEVIATION, 128, False),
+        (100.0, 63, False),
+        (100.0, 64, True),
+        (-100.0, 128, False),
+    ],
+)
+def test_a_spike_is_six_standard_deviations_above_the_mean(alone, tmp_path, capsys, loss, earlier, jumped):
+    guard = loss_guard.LossGuard(pages.find("tiny", "full"), RunFolder(tmp_path))
+    guard.losses.extend(([2.0, 2.2] * 64)[:earlier])
+    guard.on_log(None, TrainerState(), None, {"loss": loss})
+    assert ("the loss jumped to" in capsys.readouterr().out) == jumped
 
 
 @pytest.mark.parametrize("on_spike", tiered(("warn", "stop"), {"warn"}))

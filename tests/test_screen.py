@@ -271,7 +271,7 @@ def test_a_best_step_that_is_worse_than_no_training_is_named(tmp_path, variant, 
         ("grpo", "exact_match", "reward", {4: (0.5, 0.1), 6: (0.5, 0.9)}),
     ],
 )
-def test_the_loss_or_the_margin_decides_between_equal_metrics(tmp_path, variant, metric, ties, steps):
+def test_the_loss_or_the_margin_decides_between_equal_metrics(alone, tmp_path, variant, metric, ties, steps):
     (tmp_path / "mine.py").write_text("def F(answers, references):\n    return 0.0\n")
     run, recipe = RunFolder(tmp_path), pages.find("tiny", variant)
     if metric in ("exact_match", "mine.py:F"):
@@ -289,8 +289,9 @@ def test_the_loss_or_the_margin_decides_between_equal_metrics(tmp_path, variant,
     found = judgements(run, recipe)
     assert best_step(recipe, found) == 6
     assert found == judgements(RunFolder(tmp_path), recipe), "read again by a resumed run"
-    ended = evaluation._ending(found | {9: found[max(steps)]})
-    assert ended.startswith(f"no better {method.title(metric)} (ties: by {title}) than that of step 6, ")
+    append_jsonl(run.evaluations, dict(zip(("step", metric, ties), (9, *steps[max(steps)]), strict=True)))
+    evaluation.decide(9)
+    assert evaluation.ended.startswith(f"no better {method.title(metric)} (ties: by {title}) than that of step 6, ")
 
 
 def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):

@@ -85,7 +85,8 @@ def long_adam_steps() -> None:
 @trains
 def after_clipping() -> None:
     """Say the norms as the optimizer has them."""
-    layer_stats._unclipped = lambda engine: 1.0
+    numbers = layer_stats.numbers
+    layer_stats.numbers = lambda sums, unclipped: numbers(sums, 1.0)
 
 
 @trains
@@ -98,8 +99,10 @@ def counted_on_every_rank() -> None:
 @trains
 def without_decay() -> None:
     """Forget that AdamW decays weights."""
-    update = layer_stats._adam_update
-    layer_stats._adam_update = lambda *given: update(*given[:-1], {**given[-1], "weight_decay": 0.0})
+    sums = layer_stats._sums
+    layer_stats._sums = lambda weight, optimizer, group, one: sums(
+        weight, optimizer, {**group, "weight_decay": 0.0}, one
+    )
 
 
 # Fused adapters.

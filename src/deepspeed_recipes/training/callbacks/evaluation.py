@@ -1,7 +1,7 @@
 """Measures the held-out data before, during and after training."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset
@@ -130,8 +130,8 @@ class Evaluation(TrainerCallback):
         cut_off = round(last.get("cut_off", 0.0) * len(self.judged))
         long = (
             f"; {cut_off} of them were cut off at data.max_new_tokens={self.recipe.data.max_new_tokens}, raise it if "
+            "answers in the data are longer"
         )
-        long += "answers in the data are longer"
         return (
             f"warning: 0 of {len(self.judged)} answers match the expected text exactly{long if cut_off else ''}. "
             f"The first are in {display(self.run.answers)}.\n"
@@ -170,20 +170,17 @@ class Evaluation(TrainerCallback):
         if self.recipe.picks and distributed.is_first():
             values = judgements(self.run, self.recipe)
             kept = {step_of(one) for one in checkpoints(self.run) if is_marked(one)} | {step}
-            found = [best_step(self.recipe, {one: values[one] for one in kept & values.keys()}), self._ending(values)]
+            found[0] = best_step(self.recipe, {one: values[one] for one in kept & values.keys()})
+            patience, best = self.recipe.early_stopping, best_step(self.recipe, values)
+            if patience is not None and best is not None and sum(later > best for later in values) >= patience:
+                found[1] = (
+                    f"no better {self.recipe.judged_by} than that of step {best}, {shown(self.metric, values[best][0])}"
+                    f", in {patience} evaluation{'s'[: patience != 1]} (early_stopping={patience})"
+                )
         if self.recipe.picks:
             dist.broadcast_object_list(found)
         best, self.ended = found
         return best
-
-    def _ending(self, values: Mapping[int, tuple[float, float]]) -> str | None:
-        patience, best = self.recipe.early_stopping, best_step(self.recipe, values)
-        if patience is None or best is None or sum(step > best for step in values) < patience:
-            return None
-        return (
-            f"no better {self.recipe.judged_by} than that of step {best}, {shown(self.metric, values[best][0])}, in "
-            f"{patience} evaluation{'s'[: patience != 1]} (early_stopping={patience})"
-        )
 
     def measure(self, trainer: Trainer, with_metric: bool, exported: int | None = None) -> dict[str, float]:
         """Measure, log, and return the numbers; a collective.

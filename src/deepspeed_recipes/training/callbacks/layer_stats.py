@@ -92,8 +92,17 @@ class LayerStats(TrainerCallback):
         """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if not self.stepped or "loss" not in (logs or {}):
             return  # DeepSpeed has refused the update, or nothing was trained since the last log
-        self.stepped = False
-        measured = numbers(self._added(), _unclipped(self.engine))
+        device = distributed.device()
+        table = torch.zeros(len(self.names), FIELDS, dtype=torch.float64, device=device)
+        if self.found:
+            at = torch.tensor([self.names.index(name) for name, _ in self.found])
+            table.index_add_(0, at.to(device), torch.stack([sums for _, sums in self.found]).to(device))
+        self.stepped, self.found = False, []
+        dist.all_reduce(table)
+        table /= holdings.copies(self.engine, self.recipe.layout)  # each element counts once
+        norm, most = self.engine.get_global_grad_norm(), self.engine.gradient_clipping()
+        unclipped = max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
+        measured = numbers(dict(zip(self.names, table.tolist(), strict=True)), unclipped)
         sizes = {name: one["grad_norm"] for name, one in measured.items()}
         if not measured or not all(map(math.isfinite, sizes.values())):
             return  # the loss guard reports the details
@@ -110,21 +119,12 @@ class LayerStats(TrainerCallback):
             self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
         logs["layers"] = measured
 
-    def _added(self) -> dict[str, list[float]]:
-        """Return each layer's sums over all ranks, each element counted once; a collective."""
-        device = distributed.device()
-        table = torch.zeros(len(self.names), FIELDS, dtype=torch.float64, device=device)
-        if self.found:
-            at = torch.tensor([self.names.index(name) for name, _ in self.found])
-            table.index_add_(0, at.to(device), torch.stack([sums for _, sums in self.found]).to(device))
-        self.found = []
-        dist.all_reduce(table)
-        table /= holdings.copies(self.engine, self.recipe.layout)
-        return dict(zip(self.names, table.tolist(), strict=True))
-
 
 def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, Json]:
-    """Return `grad_norm`, `update_ratio` and `dead` of each updated layer from its sums."""
+    """Return `grad_norm`, `update_ratio` and `dead` of each updated layer from its sums.
+
+    Gradients were `unclipped` times as large before DeepSpeed clipped them.
+    """
     found: dict[str, Json] = {}
     for name, (gradients, zeros, count, updates, weights, updated) in sums.items():
         if count:
@@ -162,12 +162,6 @@ def _numbered(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def _unclipped(engine: DeepSpeedEngine) -> float:
-    """Return the factor by which gradients were larger before DeepSpeed clipped them."""
-    norm, most = engine.get_global_grad_norm(), engine.gradient_clipping()
-    return max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
-
-
 def _sums(
     weight: torch.Tensor, optimizer: torch.optim.Optimizer, group: JsonView, one: torch.Tensor
 ) -> Iterator[torch.Tensor]:
@@ -180,33 +174,22 @@ def _sums(
     )
     for start in range(one.start, one.start + one.numel, PIECE):
         size = min(PIECE, one.start + one.numel - start)
-        gradient, after, mean, square = (
-            held.detach().reshape(-1).narrow(0, start, size).float() if torch.is_tensor(held) else None
-            for held in (weight.grad, weight, *(moments if is_adam else (None, None)))
-        )
+        held = (weight.grad, weight, *(moments if is_adam else ()))
+        gradient, after, *states = (each.detach().reshape(-1).narrow(0, start, size).float() for each in held)
         zeros = size - torch.count_nonzero(gradient)
         sums = [_square(gradient), zeros.double(), torch.full_like(zeros, size, dtype=torch.float64)]
         if is_adam:
+            mean, square = states
             steps = state.get("step", group.get("step"))  # left on its device
             steps = steps.double() if torch.is_tensor(steps) else steps  # 1 - 0.999**1 needs more digits than fp32 has
-            before, update = _adam_update(after, mean, square, steps, group)
-            sums += [_square(update), _square(before), sums[2]]
+            (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+            moved = mean * (rate / (1 - beta1**steps)) / (square.sqrt() / (1 - beta2**steps) ** 0.5 + group["eps"])
+            # From the states after the update: a copy of the weights before it would take their memory, in fp32.
+            before = (after + moved) / (1 - rate * decay)
+            sums += [_square(before * (-rate * decay) - moved), _square(before), sums[2]]
         else:
             sums += [torch.zeros_like(sums[2])] * 3
         yield torch.stack(sums)
-
-
-def _adam_update(
-    after: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, steps: torch.Tensor | float, group: JsonView
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights before AdamW's update, and the update, computed from the optimizer's states after it.
-
-    A copy made before would take as much memory as the weights, in fp32.
-    """
-    (beta1, beta2), rate = group["betas"], group["lr"]
-    moved = mean * (rate / (1 - beta1**steps)) / (square.sqrt() / (1 - beta2**steps) ** 0.5 + group["eps"])
-    before = (after + moved) / (1 - rate * group["weight_decay"])
-    return before, before * (-rate * group["weight_decay"]) - moved
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,8 @@ class LossGuard(TrainerCallback):
                 f"warning: step {state.global_step}: the gradient norm is 0, so this update teaches the model nothing: "
                 f"{why}."
             )
-        if is_spike(logs["loss"], self.losses):
+        enough = len(self.losses) >= WINDOW // 2
+        if enough and logs["loss"] > statistics.fmean(self.losses) + DEVIATIONS * statistics.stdev(self.losses):
             numbers = sorted(set(distributed.items_of_all([number for seen in self.seen for number in seen.numbers])))
             where = (
                 f"step {state.global_step}: the loss jumped to {logs['loss']:.4f}, from "
@@ -184,13 +185,6 @@ class LossGuard(TrainerCallback):
             raise Rewind(f"{where}: resuming from the newest checkpoint without them")
         own = f"correct loss={self.recipe.loss}, " if self.recipe.loss else ""
         raise UserError(f"{where}.\nInspect these sequences, {own}lower learning_rate, or add --resume {key}=rewind.")
-
-
-def is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Return whether a loss is far above the earlier ones."""
-    if len(before) < WINDOW // 2:
-        return False
-    return loss > statistics.fmean(before) + DEVIATIONS * statistics.stdev(before)
 
 
 def damaged(model: torch.nn.Module, looked_up: bool = True) -> list[str]:

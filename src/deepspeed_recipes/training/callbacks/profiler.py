@@ -120,7 +120,20 @@ class Profiler(Phases, TrainerCallback):
         if self.recording:
             self.span.__exit__(None, None, None)
             self.steps.append(self.now | {"seconds": wall, "cpu_seconds": cpu})
-            self.collectives += self._gloo_collectives()
+            if not distributed.on_gpu() and not self.settings.nsys:
+                # A trace does not contain the process group of gloo's collectives. PyTorch's flight recorder keeps the
+                # latest 2,000.
+                since = self.collectives[-1]["ns"] if self.collectives else 0
+                self.collectives += [
+                    {
+                        "name": one["profiling_name"],
+                        "ns": one["time_created_ns"],
+                        "group": one["process_group"][0],
+                        "dtype": (one["input_dtypes"] or [""])[0],
+                    }
+                    for one in json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
+                    if one["time_created_ns"] > since
+                ]
         elif state.global_step > WARMUP and not self.first <= state.global_step <= self.last:
             self.others.append(wall)
         if state.global_step == self.last:
@@ -184,26 +197,6 @@ class Profiler(Phases, TrainerCallback):
         except Exception as error:  # a full disk, for example: the run is worth more than its trace
             say(f"rank {dist.get_rank()}: the trace could not be written: {type(error).__name__}: {first_line(error)}")
         self.profile = None
-
-    def _gloo_collectives(self) -> list[Json]:
-        """Return gloo's collectives since the last call, with their process group, which a trace does not contain.
-
-        PyTorch's flight recorder keeps the latest 2,000.
-        """
-        if distributed.on_gpu() or self.settings.nsys:
-            return []
-        since = self.collectives[-1]["ns"] if self.collectives else 0
-        kept = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
-        return [
-            {
-                "name": one["profiling_name"],
-                "ns": one["time_created_ns"],
-                "group": one["process_group"][0],
-                "dtype": (one["input_dtypes"] or [""])[0],
-            }
-            for one in kept
-            if one["time_created_ns"] > since
-        ]
 
     def _write(self, profile: torch.profiler.profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

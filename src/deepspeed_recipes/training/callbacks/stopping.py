@@ -51,7 +51,17 @@ class StopOnSignal(TrainerCallback):
             # SIGCHLD, which arrives when Triton's compiler ends.
             if number[0] not in STOPS:
                 continue
-            if _live_siblings() < int(os.environ.get("LOCAL_SIZE", "1")):
+            try:
+                # This machine's ranks have the launcher's command. On a Ray cluster each has another parent, started
+                # by the node's raylet.
+                launcher = psutil.Process(int(os.environ.get("RAY_RAYLET_PID", os.getppid())))
+                command, below = psutil.Process().cmdline(), launcher.children(recursive=True)
+                ranks = [one for one in below if one.status() != psutil.STATUS_ZOMBIE and one.cmdline() == command]
+                parents = {one.pid for one in ranks}
+                alive = sum(one.ppid() not in parents for one in ranks)  # a rank's forks have its command too
+            except psutil.NoSuchProcess:
+                alive = 0
+            if alive < int(os.environ.get("LOCAL_SIZE", "1")):
                 self.on_loss()
                 os._exit(128 + signal.SIGTERM)
             self.asked = True
@@ -75,21 +85,6 @@ class StopOnSignal(TrainerCallback):
         signal.set_wakeup_fd(-1)
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN if self.stopped else signal.SIG_DFL)
-
-
-def _live_siblings() -> int:
-    """Return how many ranks are alive on this machine, including this one: processes with the launcher's command.
-
-    On a Ray cluster each rank has a different parent, started by the node's raylet.
-    """
-    launcher = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
-    try:
-        command, below = psutil.Process().cmdline(), psutil.Process(launcher).children(recursive=True)
-        alive = [one for one in below if one.status() != psutil.STATUS_ZOMBIE and one.cmdline() == command]
-        parents = {one.pid for one in alive}
-        return sum(one.ppid() not in parents for one in alive)  # a rank's forks have its command too
-    except psutil.NoSuchProcess:
-        return 0
 
 
 class Agreement(TrainerCallback):

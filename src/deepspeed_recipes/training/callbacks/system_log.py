@@ -76,25 +76,20 @@ class SystemLog(TrainerCallback):
         return {"gpu_utilization": sum(loads) / len(loads)} if loads else {}
 
     def _sample(self) -> None:
-        start = time.monotonic()
+        start, ended = time.monotonic(), False
         try:
-            while not self.ended.wait(max(SECONDS, (time.monotonic() - start) / MOST)):
-                self._write()
-            self._write()
+            while not ended:  # the last sample is taken after the end
+                ended = self.ended.wait(max(SECONDS, (time.monotonic() - start) / MOST))
+                found: dict[str, float] = self.host.read() if self.host else {}
+                if self.gpu:
+                    found |= self.gpu.read()
+                    for error in self.gpu.errors:
+                        self._say(error)
+                if "gpu_utilization" in found:
+                    self.loads.append(found["gpu_utilization"])
+                append_jsonl(self.path, {"time": round(time.time(), 3), **self.place, "step": self.step, **found})
         except Exception as error:  # a full disk, for example: a measurement never ends a run
             self._say(error)
-
-    def _write(self) -> None:
-        found: dict[str, float] = {}
-        if self.host:
-            found |= self.host.read()
-        if self.gpu:
-            found |= self.gpu.read()
-            for error in self.gpu.errors:
-                self._say(error)
-        if "gpu_utilization" in found:
-            self.loads.append(found["gpu_utilization"])
-        append_jsonl(self.path, {"time": round(time.time(), 3), **self.place, "step": self.step, **found})
 
     def _say(self, error: Exception) -> None:
         """Print once, on whatever rank, what cannot be measured."""

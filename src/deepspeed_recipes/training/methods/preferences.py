@@ -323,7 +323,7 @@ class PairMethod:
     arguments: Callable[[Json, Recipe], TrainingArguments]
     trainer: Callable[[RunContext, Parts], PairHooks]
     value: Callable[..., torch.Tensor]
-    """Gives an answer the value, one of those in `scores`, by which held-out pairs are ranked."""
+    """The function of `scores` for the number by which the answers of held-out pairs are ranked."""
     datasets: Callable[[Recipe, PreTrainedTokenizerBase], load.Datasets] = datasets
 
     def metric(self, trainer: PairHooks, examples: Dataset) -> dict[str, float]:

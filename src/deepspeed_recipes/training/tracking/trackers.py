@@ -1,14 +1,13 @@
 """The trackers of a run, on rank 0 of the world: what is recorded when, and what happens if a run ends early."""
 
+import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
-from typing import Any
 
 from ...recipe.errors import first_line, redact
 from ...recipe.files import Json
@@ -47,7 +46,11 @@ class Trackers:
         if not distributed.is_first() or not recipe.trackers:
             return
         for name in recipe.trackers:
-            self._attempt(name, partial(self._open, name, recipe, deepspeed_config))
+            with self._attempt(name):
+                writer = self.writers[name] = opened(name, recipe, self.run, deepspeed_config)
+                for step, numbers in logged(self.run):
+                    if step > writer.last:
+                        writer.record(step, numbers)
         self.tokens = max((row["tokens"] for row in read_jsonl(self.run.metrics)), default=0)
         before = read_json(self.run.tracking, {}).get("begun", time.time())
         write_json(self.run.tracking, {"begun": time.time(), "ended": None})
@@ -55,24 +58,20 @@ class Trackers:
             if row["time"] > before and row["cause"]:
                 self.alert(f"{recipe.name}: restarted from step {row['from_step']}", row["cause"])
 
-    def _open(self, name: str, recipe: Recipe, deepspeed_config: Json) -> None:
-        writer = self.writers[name] = opened(name, recipe, self.run, deepspeed_config)
-        for step, numbers in logged(self.run):
-            if step > writer.last:
-                writer.record(step, numbers)
-
     def record(self, row: Json) -> None:
         """Send one object of metrics.jsonl, or of evaluations.jsonl with its keys under `held_out/`."""
         self.tokens = row.get("tokens", self.tokens)
         numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes(self.run)
         for name, writer in list(self.writers.items()):
             if row["step"] > writer.last:
-                self._attempt(name, partial(writer.record, row["step"], numbers))
+                with self._attempt(name):
+                    writer.record(row["step"], numbers)
 
     def alert(self, title: str, text: str) -> None:
         """Report an error in every tracker."""
         for name, writer in list(self.writers.items()):
-            self._attempt(name, partial(writer.alert, title, redact(text)))
+            with self._attempt(name):
+                writer.alert(title, redact(text))
 
     def failed(self, reason: str, status: int) -> None:
         """End the run with the reason for which it cannot continue; the launcher does this where no rank can."""
@@ -84,23 +83,25 @@ class Trackers:
         rows, lines = [] if status or not self.writers else answers(self.run), []
         for name, writer in list(self.writers.items()):
             if rows:
-                self._attempt(name, partial(writer.table, rows))
-            line = self._attempt(name, partial(writer.finish, summary, status))
-            lines += [redact(line)] if line else []  # MLflow's address may have a password
+                with self._attempt(name):
+                    writer.table(rows)
+            with self._attempt(name):  # also of a tracker whose table has failed
+                lines.append(redact(writer.finish(summary, status)))  # MLflow's address may have a password
         if self.writers:
             online = getattr(self.writers.get("wandb"), "online", False)
             write_json(self.run.tracking, read_json(self.run.tracking) | {"ended": status, "online": online})
         self.writers.clear()
         return lines
 
-    def _attempt(self, name: str, action: Callable[[], object]) -> Any:
+    @contextlib.contextmanager
+    def _attempt(self, name: str) -> Iterator[None]:
+        """Drop a tracker with which a `with` block fails."""
         try:
-            return action()
+            yield
         except Exception as error:
             self.writers.pop(name, None)
             about = f"{type(error).__name__}: {redact(first_line(error))}"
             say(f"tracking={name} is off from here, training continues: {about}")
-            return None
 
 
 def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
