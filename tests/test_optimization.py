@@ -1,6 +1,7 @@
 """What optimizers, adapters' starts and noise go with, and what is said of the rest."""
 
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, write_json, write_recipe
 from deepspeed_recipes.recipe.sections import IMPOSSIBLE
 from deepspeed_recipes.training import optimizer
 from deepspeed_recipes.training.arguments import deepspeed_config
@@ -147,11 +149,14 @@ def test_muon_gets_whole_gradients_under_zero3():
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
-def test_other_states_are_not_converted_for_another_number_of_ranks(name):
-    file = deepspeed_file.parse({"zero_optimization": {"stage": 2}})
-    asked = f"states of {name} (only Adam's)"
-    assert universal._not_convertible(file, Layout(), changed(f"optimizer={name}")) == asked
-    assert universal._not_convertible(file, Layout(), changed()) is None
+def test_other_states_are_not_converted_for_another_number_of_ranks(tmp_path, name):
+    run, config = RunFolder(tmp_path), {"zero_optimization": {"stage": 2}}
+    write_json(run.deepspeed, config)
+    write_json(run.checkpoints / "checkpoint-3" / COMPLETE, {"layout": asdict(Layout()), "world_size": 2})
+    for recipe, said in ((changed(), None), (changed(f"optimizer={name}"), f"convert states of {name} \\(only Adam's")):
+        write_recipe(run, recipe)
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            universal.check(recipe, run, deepspeed_file.parse(config), 4)
 
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"]

@@ -250,7 +250,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
 
 @pytest.mark.every
 def test_deepspeed_does_not_join_split_matrices(ranks, tmp_path, model_folder, conversations):
-    """`_not_convertible` in checkpoint/universal.py can let them pass when they are joined to what they were."""
+    """`check` in checkpoint/universal.py can let them pass when they are joined to what they were."""
     folder = {}
     for config, lora in (("zero1.json", Lora(rank=4)), ("zero3.json", None)):
         run = RunFolder(tmp_path / config)

@@ -216,17 +216,18 @@ def test_an_ordinary_resume_is_not_refused(tmp_path, whole):
 def test_disk_space_is_checked_before_the_conversion_and_suffices(tmp_path, whole, monkeypatch):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
-    source = checkpoint / "global_step3"
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal.conversion_bytes(source) - 1))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(UserError, match="for another number of ranks needs about"):
         universal.convert(checkpoint)
     assert not (checkpoint / universal.MARKER).exists()
     monkeypatch.undo()
+    needed: list[int] = []
+    monkeypatch.setattr(universal, "check_disk", lambda _, size, what: needed.append(size))
     # What an interrupted conversion has left is in nobody's way.
     (checkpoint / "global_step3_universal").mkdir()
     universal.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
-    assert universal.conversion_bytes(source) / 4 < written < universal.conversion_bytes(source)
+    assert needed[0] / 4 < written < needed[0]
 
 
 def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):

@@ -76,7 +76,15 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
         size = getattr(saved, name)
         raise refusal("layout of a checkpoint", name=name, size=getattr(asked, name), checkpoint=checkpoint, saved=size)
     _check_model(recipe, read_recipe(run), checkpoint)
-    why = _not_convertible(saved_file, saved, recipe)
+    why, kind = None, saved_file.optimizer or recipe.optimizer  # what the universal form cannot hold
+    if saved_file.offload_optimizer == "nvme":
+        why = "states on NVMe (offload_optimizer)"
+    elif kind.lower() not in ("adam", "adamw"):
+        why = f"states of {kind} (only Adam's)"
+    elif saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or recipe.lora is not None):
+        # It holds split matrices only below ZeRO-3, where AutoTP has split and described them.
+        # `test_deepspeed_does_not_join_split_matrices` fails once this can be removed.
+        why = "matrices that are split under ZeRO-3, in a pipeline or next to adapters"
     if why and is_needed(asked, run, world_size):
         raise UserError(
             f"{checkpoint} was written by {complete['world_size']} ranks, and DeepSpeed cannot convert {why} "
@@ -145,24 +153,6 @@ def dimensions(config: Json) -> Json:
     return {name: text[name] for name in DIMENSIONS if text.get(name) is not None}
 
 
-def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str | None:
-    """Return the kind of state that the universal form cannot hold, or None if it holds everything.
-
-    It holds split matrices only below ZeRO-3, where AutoTP has split and described them; others it refuses.
-    `test_deepspeed_does_not_join_split_matrices` fails once this can be removed.
-    """
-    if not file.stage:
-        return None
-    if file.offload_optimizer == "nvme":
-        return "states on NVMe (offload_optimizer)"
-    kind = file.optimizer or recipe.optimizer
-    if kind.lower() not in ("adam", "adamw"):
-        return f"states of {kind} (only Adam's)"
-    if saved.tensor > 1 and (file.stage == 3 or saved.pipeline > 1 or recipe.lora is not None):
-        return "matrices that are split under ZeRO-3, in a pipeline or next to adapters"
-    return None
-
-
 def is_needed(layout: Layout, run: RunFolder, world_size: int, checkpoint: Path | None = None) -> bool:
     """Return whether `world_size` ranks in `layout` can only load a checkpoint of the run in its universal form.
 
@@ -201,7 +191,12 @@ def convert(checkpoint: Path) -> None:
     source = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
-    check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
+    # An upper bound. The states exist twice, in pieces and joined; ZeRO-3 also keeps one rank's file, and ZeRO-1 and 2
+    # write in fp32 what only the module's 16-bit state holds.
+    states = [file.stat().st_size for file in source.glob("*_optim_states.pt")]
+    weights = [file.stat().st_size for file in source.glob("*_model_states.pt")]
+    most = int(1.1 * (2 * sum(states) + max(states, default=0) + 3 * sum(weights)))
+    check_disk(checkpoint, most, "the conversion for another number of ranks")
     command = [sys.executable, "-m", __name__]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several workers DeepSpeed holds as many shares in memory at once.
@@ -221,17 +216,6 @@ def convert(checkpoint: Path) -> None:
     digests.flush(written)
     found = {str(path.relative_to(checkpoint)): digests.of_file(path) for path in written}
     write_json(checkpoint / CONVERTED, {"digests": found})
-
-
-def conversion_bytes(source: Path) -> int:
-    """Return an upper bound of the disk space, in bytes, that converting DeepSpeed's folder `source` needs.
-
-    The states exist twice, in pieces and joined; ZeRO-3 also keeps one rank's file, and ZeRO-1 and 2 write in fp32 what
-    only the module's 16-bit state holds.
-    """
-    states = [file.stat().st_size for file in source.glob("*_optim_states.pt")]
-    weights = [file.stat().st_size for file in source.glob("*_model_states.pt")]
-    return int(1.1 * (2 * sum(states) + max(states, default=0) + 3 * sum(weights)))
 
 
 def main() -> int:

@@ -45,16 +45,15 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     # Ranks could not exchange the texts of unequal batches.
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
     kept = tokens.select(range(len(tokens) // together * together))
-    anchor, *others = _texts(found[0])
-    shown = [[(f"({side}) ", True), (text, False)] for side, text in zip(SIDES, (anchor, *others), strict=False)]
+    texts = _texts(found[0])
+    shown = [[(f"({side}) ", True), (text, False)] for side, text in zip(SIDES, texts, strict=False)]
     load.show(shown)
-    each = together * len(others)
     say(
-        f"training: {len(kept)} pairs, each with {each - 1} other texts as negatives"
+        f"training: {len(kept)} pairs, each with {together * (len(texts) - 1) - 1} other texts as negatives"
         f"{report.left_out(len(found) - len(kept), together)}"
     )
     if cut:
-        say(report.cut_off(cut, len(found) * (1 + len(others)), recipe.sequence_length))
+        say(report.cut_off(cut, len(found) * len(texts), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), None)
     return load.Datasets(kept, held_out, None, kept[0]["texts"][1], size, {"shown": shown})
 

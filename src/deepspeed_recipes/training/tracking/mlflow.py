@@ -32,13 +32,11 @@ class Run:
         files = None if elsewhere else (run.path / "mlflow").as_uri()  # not the working directory
         number = experiment.experiment_id if experiment else self.client.create_experiment(name, files)
         found = self.client.search_runs([number], f"tags.`{TAG}` = '{run_id(run)}'")
-        self.step, self.last = 0, -1
+        self.last = -1
         if found:
             self.id = found[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
-            self.step = self.last = max(
-                (metric.step for metric in self.client.get_metric_history(self.id, "loss")), default=-1
-            )
+            self.last = max((one.step for one in self.client.get_metric_history(self.id, "loss")), default=-1)
             return
         labels = {TAG: run_id(run), "tags": ",".join(tags(recipe)), "group": recipe.wandb.group or ""}
         self.id = self.client.create_run(number, run_name=recipe.wandb.name or recipe.name, tags=labels).info.run_id
@@ -50,7 +48,7 @@ class Run:
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers of a step."""
-        self.step, now = step, int(1000 * time.time())
+        now = int(1000 * time.time())
         self.client.log_batch(self.id, [Metric(key, float(value), now, step) for key, value in numbers.items()])
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
