@@ -91,20 +91,8 @@ OWN = (
     *(("rewards/accuracies", "reward accuracy", ".0%"), ("accuracy", "accuracy", ".0%"), ("reward", "reward", ".3f")),
     *(("rewards/margins", "reward margin", ".2f"), ("kl", "KL", ".2f")),
 )
-"""A method's own numbers in a line, over the training examples since the last log. TRL's rewards do not rank the
+"""A method's own numbers in a step's line, over the training examples since the last log. TRL's rewards do not rank the
 held-out pairs: DPO's are likelihoods relative to the reference model's."""
-
-
-def step_line(record: Json, last_step: int) -> str:
-    """Return one logged step as a line; `record` is an object of metrics.jsonl."""
-    norm = record["grad_norm"]
-    left = record["seconds"] / record["step"] * (last_step - record["step"])
-    own = "".join(f"{name} {record[key]:{digits}}  " for key, name, digits in OWN if key in record)
-    return (
-        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:z.4f}  {own}"
-        f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
-        f"{record['tokens_per_second']:,.0f} tokens/s  {duration(left)} left"
-    )
 
 
 OTHERS = (*curves.MORE, "layers", "clip_ratio/", "completions/")
@@ -181,7 +169,7 @@ class Metrics(TrainerCallback):
         return control
 
     def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
-        """Write one record; called on every rank, since the token counts are summed over them."""
+        """Write one record and a line; called on every rank, since the token counts are summed over them."""
         if not logs or "loss" not in logs:
             return
         elapsed = time.perf_counter() - (self.window_start or time.perf_counter())
@@ -211,7 +199,13 @@ class Metrics(TrainerCallback):
         }
         accept_recipe(self.run)
         append_jsonl(self.run.metrics, record)
-        say(step_line(record, state.max_steps))
+        step, last, norm = state.global_step, state.max_steps, record["grad_norm"]
+        own = "".join(f"{name} {record[key]:{digits}}  " for key, name, digits in OWN if key in record)
+        say(
+            f"step {step:>{len(str(last))}}/{last}  loss {record['loss']:z.4f}  {own}"
+            f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {duration(self.seconds / step * (last - step))} left"
+        )
         self.on_record(record)
 
 

@@ -78,17 +78,12 @@ class Profiler(Phases, TrainerCallback):
         self.first, self.last = window.parse(self.settings.steps or window.AUTO, state.max_steps)
         self.model = kwargs.get("model")
 
-    @property
-    def chosen(self) -> bool:
-        """True if this rank records; the launcher has chosen the ranks, and a restart may have fewer."""
-        asked = self.settings.ranks
-        return asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(","))
-
     def begin(self, step: int) -> None:
         """Begin a step, and start recording before the first step to record."""
         if step == self.first:
             start = time.perf_counter()
-            if self.chosen:
+            asked = self.settings.ranks  # chosen by the launcher; a restart may have fewer
+            if asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(",")):
                 self._start()
             dist.barrier()  # ranks take unequally long to start: the first step would wait for the slowest
             self.leave_out(time.perf_counter() - start)

@@ -76,7 +76,8 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
         size = getattr(saved, name)
         raise refusal("layout of a checkpoint", name=name, size=getattr(asked, name), checkpoint=checkpoint, saved=size)
     _check_model(recipe, read_recipe(run), checkpoint)
-    why, kind = None, saved_file.optimizer or recipe.optimizer  # what the universal form cannot hold
+    why = None  # what the universal form cannot hold
+    kind = saved_file.optimizer or recipe.optimizer
     if saved_file.offload_optimizer == "nvme":
         why = "states on NVMe (offload_optimizer)"
     elif kind.lower() not in ("adam", "adamw"):

@@ -17,7 +17,6 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from trl import RLOOTrainer
 from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
@@ -186,7 +185,7 @@ class RolloutHooks(Averaging):
         noise = Noise(seeds, self.temperature, self.accelerator.device)
         longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
         found = written_answers(self, prompt_ids, noise, longest, self.eos_token_ids, gather)
-        return found if isinstance(self, RLOOTrainer) else (found, None)
+        return found if Grpo.of(self.context.recipe).loss == "rloo" else (found, None)  # as each of TRL's trainers
 
     def _check_server(self) -> None:
         """Refuse a server whose weights are not those of the last transfer, where a comparison is due; a collective.
