@@ -17,7 +17,10 @@ class Averages:
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor] = {}
         self.paused = False
-        """Whether the numbers of the micro-batch are left out, since it only fills a step."""
+
+    def begin(self, counts: bool) -> None:
+        """Begin a micro-batch, whose numbers are left out unless it counts: it may only fill a step."""
+        self.paused = not counts
 
     def add(self, values: dict[str, torch.Tensor], counted: torch.Tensor | None = None) -> None:
         """Add numbers of examples, on every rank under the same names.
@@ -52,7 +55,7 @@ class Averaging(RunHooks):
 
     def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
         """Return the loss of a micro-batch, whose numbers count unless it only fills the step."""
-        self.averages.paused = FILLER in inputs
+        self.averages.begin(counts=FILLER not in inputs)
         return super().training_step(model, inputs, *arguments)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
