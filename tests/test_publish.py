@@ -130,6 +130,16 @@ def test_what_is_no_model_and_what_must_stay_here_is_refused(folder, name, capsy
     assert text not in printed.err or text == "x"
 
 
+def test_a_models_own_code_is_published_with_it(folder, capsys):
+    for name in ("modeling_ours.py", "words.tiktoken"):
+        (folder / name).write_text("x = 1\n")
+    write_json(
+        folder / "config.json", read_json(folder / "config.json") | {"auto_map": {"AutoModel": "modeling_ours.A"}}
+    )
+    assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 0
+    assert {"modeling_ours.py", "words.tiktoken"} <= set(capsys.readouterr().out.split())
+
+
 def test_a_link_and_a_variable_that_is_a_credential_are_refused(folder, capsys, monkeypatch):
     (folder / "LICENSE").symlink_to(Path.home())
     assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 2

@@ -43,6 +43,8 @@ _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "token
 _TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja", "Modelfile"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
 _KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *complete.FILES}
+_TIKTOKEN = ".tiktoken"
+"""Suffix of a vocabulary."""
 _NAMED = 4
 
 
@@ -78,13 +80,15 @@ def files(folder: Path) -> list[File]:
     described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in found)
     if not described:
         raise UserError(no_model)
+    own_code = any("auto_map" in read_json(folder / name, {}) for name in ("config.json", "tokenizer_config.json"))
+    suffixes = (_TIKTOKEN, ".py") if own_code else (_TIKTOKEN,)
+    known = _KNOWN | {name for name in found if name.endswith(suffixes)}
     others = [
-        name for name, path in found.items() if path.is_symlink() or not (_WEIGHTS.fullmatch(name) or name in _KNOWN)
+        name for name, path in found.items() if path.is_symlink() or not (_WEIGHTS.fullmatch(name) or name in known)
     ]
     if others:
         raise UserError(
-            f"{folder}: {', '.join(others[:_NAMED])}{weights.more(others, _NAMED)}: not part of a model; remove it, or "
-            "write a clean folder with ds-recipes export FOLDER --output DIR."
+            f"{folder}: {', '.join(others[:_NAMED])}{weights.more(others, _NAMED)}: not part of a model; remove it."
         )
     held = record.read(folder)
     commit = str((held.results.get("environment") or {}).get("git_commit") or "") if held else ""
@@ -111,7 +115,7 @@ def _check(name: str, path: Path, commit: str) -> None:
     if _WEIGHTS.fullmatch(name):
         return
     text = path.read_text(encoding="utf-8", errors="replace")
-    if name in _VOCABULARY:
+    if name in _VOCABULARY or name.endswith(_TIKTOKEN):
         known = {f"{name}={value}": value for name, value in os.environ.items() if len(value) >= 8}
         secret = any(value in text for given, value in known.items() if redact(given) != given)
     else:
