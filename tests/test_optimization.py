@@ -150,11 +150,12 @@ def test_muon_gets_whole_gradients_under_zero3():
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "muon"])
 def test_other_states_are_not_converted_for_another_number_of_ranks(tmp_path, name):
-    run, config = RunFolder(tmp_path), {"zero_optimization": {"stage": 2}}
-    write_json(run.deepspeed, config)
-    write_json(run.checkpoints / "checkpoint-3" / COMPLETE, {"layout": asdict(Layout()), "world_size": 2})
+    config = {"zero_optimization": {"stage": 2}}
     for recipe, said in ((changed(), None), (changed(f"optimizer={name}"), f"convert states of {name} \\(only Adam's")):
+        run = RunFolder(tmp_path / recipe.optimizer)
         write_recipe(run, recipe)
+        write_json(run.deepspeed, config)
+        write_json(run.checkpoints / "checkpoint-3" / COMPLETE, {"layout": asdict(Layout()), "world_size": 2})
         with pytest.raises(UserError, match=said) if said else nullcontext():
             universal.check(recipe, run, deepspeed_file.parse(config), 4)
 
