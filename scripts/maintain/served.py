@@ -2,9 +2,9 @@
 
     python -m scripts.maintain.served FAMILY ... [--server vllm] [--form merged] [--again]
 
-A family's draft is trained a few steps with all weights and with adapters (on the experts of a mixture, too), exported,
-and compared with the trained model by each server (`ds-recipes certify`). What --work holds is not trained again, and
-what the file holds is not asked again. A family takes minutes, so name a few at a time.
+A family's draft is trained a few steps with all weights and with adapters (of an MoE model on its experts, too),
+exported, and compared with the trained model by each server (`ds-recipes certify`). What --work holds is not trained
+again, and what the file holds is not asked again. A family takes minutes, so name a few at a time.
 """
 
 import argparse

@@ -52,9 +52,9 @@ def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
         f"{_errors(speeds)} over all {len(speeds)} runs\n"
         f"that can be planned: {slower:.0%} ran slower than planned, and "
         f"{within:.0%} at {low:.2f} to {high:.2f} times the plan, the range that plans print.\n"
-        f"Of {len(given)} public questions whether a run fits, {sum(one.is_right for one in given)} are answered as it "
-        f"turned out; {sum(not one.row.fits for one in promised)} of the {len(promised)}\n"
-        "runs that were said to fit ran out of memory, for reasons that the threads do not give.\n"
+        f"The planner gives the right answer to {sum(one.is_right for one in given)} of {len(given)} public questions "
+        f"about whether a run fits. {sum(not one.row.fits for one in promised)} of\n"
+        f'the {len(promised)} runs with the answer "fits" ran out of memory, for unknown reasons.\n'
     )
 
 

@@ -25,7 +25,7 @@ class MeasuredRun:
     table: str
     """Name of the table and of its part."""
     fitted: bool
-    """Whether the constants are fitted on this row; all other rows are held out."""
+    """True if the constants are fitted on this row; all other rows are held out."""
     software: str
     """`deepspeed` for this project's, otherwise a key of `other_software.json`."""
     profile: ModelProfile

@@ -380,7 +380,7 @@ def adapter_of(recipe: Recipe) -> LoraConfig | None:
 
 
 def of_peers(recipe: Recipe, result: Path, batch: int) -> Json:
-    """Return the arguments that both of Hugging Face's trainers get, beside their defaults."""
+    """Return the arguments that both of Hugging Face's trainers get, in addition to their defaults."""
     return {
         "output_dir": str(result.parent / "trainer"),
         "per_device_train_batch_size": batch,

@@ -313,7 +313,7 @@ def _passes(layers: int, stage: int | None, dtype: torch.dtype, shape: Sequence[
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Print nothing that DeepSpeed says of this small model."""
+    """Silence DeepSpeed's messages about this small model."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
 

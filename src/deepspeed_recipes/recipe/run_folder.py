@@ -304,9 +304,9 @@ def model_of(run: RunFolder) -> Path:
 
     UserError if there is neither, or if the export failed its check.
     """
-    newest = newest_checkpoint(run)
     if run.export.exists():
-        if newest and not is_finished(run) and newest.stat().st_mtime > run.export.stat().st_mtime:
+        newest = None if is_finished(run) else newest_checkpoint(run)
+        if newest and newest.stat().st_mtime > run.export.stat().st_mtime:
             print(f"warning: {run.export} is from before this run was resumed; newer: {newest}", file=sys.stderr)
         return run.export
     if (run.unverified / CHECK_FAILED).exists():
@@ -314,6 +314,7 @@ def model_of(run: RunFolder) -> Path:
             f"{run.path}: the export of this run failed its check: after reloading, its logits differ from the trained "
             f"model's ({run.unverified / CHECK_FAILED}). Name a checkpoint instead."
         )
+    newest = newest_checkpoint(run)
     if newest is None:
         raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
     return newest

@@ -479,7 +479,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
     copied, left_out = [], []
-    for file in sorted(one for one in source.rglob("*") if not one.is_dir()):
+    for file in [] if is_adapter and merge else sorted(one for one in source.rglob("*") if not one.is_dir()):
         path = file.relative_to(source)
         if not file.exists():
             raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")

@@ -134,16 +134,6 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     return LaunchPlan(options, recipe, folder, machines, estimate)
 
 
-OF_WANDB = {
-    "WANDB_MODE": "wandb.mode",
-    "WANDB_PROJECT": "wandb.project",
-    "WANDB_ENTITY": "wandb.entity",
-    "WANDB_NAME": "wandb.name",
-    "WANDB_RUN_GROUP": "wandb.group",
-    "WANDB_JOB_TYPE": "wandb.job_type",
-    "WANDB_TAGS": "wandb.tags",
-}
-"""W&B's environment variables, which its library does not read where it is given a value, and our keys."""
 ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -183,9 +173,11 @@ def requested(options: LaunchOptions) -> Request:
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     keys = overrides.keys_of(options.overrides)
-    for variable, key in OF_WANDB.items() if "wandb" in names(recipe.tracking) else ():
-        value = {"dryrun": "offline", "run": "online"}.get(given := os.environ.get(variable, ""), given)
-        if value and key not in keys:
+    # W&B's library does not read its variables where it is given a value.
+    for variable, given in sorted(os.environ.items()) if "wandb" in names(recipe.tracking) else ():
+        key = overrides.FOREIGN_NAMES.get(variable.lower(), "") if variable.startswith("WANDB_") else ""
+        value = {"dryrun": "offline", "run": "online"}.get(given, given)
+        if value and key.startswith("wandb.") and key not in keys:
             same, recipe = recipe, overrides.apply(recipe, [f"{key}={value}"])
             if recipe != same:
                 print(f"{variable}: {key}={value}", file=sys.stderr, flush=True)

@@ -65,7 +65,7 @@ def translate(values: JsonView, gpus: int) -> Translation:
             found.note("packing_strategy", "the longest documents first, as in `bfd`")
     if method == "sft":
         found.set("packing", bool(found.take("packing")), "packing")
-    if given.get("disable_dropout") is False and METHODS[method].get("disable_dropout", method != "grpo"):
+    if given.get("disable_dropout") is False and method != "grpo":
         found.lack("disable_dropout", f"dropout is off in {method}, as in TRL unless this is false")
     if given.get("dataset_text_field", "text") != "text":
         found.set("data.columns", f"{given['dataset_text_field']}:text", "dataset_text_field")

@@ -683,14 +683,16 @@ def renamed_columns(
 def unused_roles(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> set[str]:
     """Return the names in `data.roles` that no turn has; examples are read until all are found."""
     unused, of_turns = set(reading["roles"]), {"role", "from", *reading["keys"]}
-    for located in sources if not reading["transform"] else ():  # which may make the turns
+    if reading["transform"]:  # which may make the turns
+        return set()
+    for located in sources:
         for where, example in located:
             if not unused:
                 return unused
             for turn in chain.from_iterable(turns_of(where, value) for value in example.values()):
                 if isinstance(turn, dict):
                     unused -= {str(turn.get(key)).lower() for key in of_turns}
-    return set() if reading["transform"] else unused
+    return unused
 
 
 def refuse_unknown_columns(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> None:
