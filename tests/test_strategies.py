@@ -117,7 +117,9 @@ def like(plan, speed, deepspeed="zero2.json", **layout):
     """Return a plan of another speed, file and layout."""
     recipe = replace(plan.recipe, deepspeed=deepspeed, layout=Layout(**layout))
     setup = replace(plan.setup, layout=recipe.layout)
-    return replace(plan, base=recipe, setup=setup, time=replace(plan.time, tokens=plan.time.tokens * speed))
+    other = replace(plan, base=recipe, setup=setup)
+    vars(other)["time"] = replace(plan.time, tokens=plan.time.tokens * speed)
+    return other
 
 
 def test_a_simpler_plan_is_kept_within_five_percent(plan):

@@ -8,13 +8,14 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-_SECRET_NAME = re.compile(
+# Patterns are compiled at their first use: these take longer than any other line of a short command's start.
+_SECRET_NAME = (
+    r"(?i)"
     r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WOR[DT]|WD|PHRASE|_|$)|KENNWORT|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
     r"|AUTHORIZATION|_AUTH(?:_CONFIG)?$|COOKIE|SIGNATURE|WEBHOOK|_DSN$|_SAS$|CONNECTION_STRING"
-    r"|(?-i:(?<!PUBLIC)_(?:KEY|PWD|PAT|CREDS|JWT)$)",  # only variables: a `sort_key` is none
-    re.IGNORECASE,
+    r"|(?-i:(?<!PUBLIC)_(?:KEY|PWD|PAT|CREDS|JWT)$)"  # only variables: a `sort_key` is none
 )
-_SECRET_VALUE = re.compile(
+_SECRET_VALUE = (
     r"(?<=://)[^/?#\s'\"]+(?=@)|(?<=%3A%2F%2F)[^/?#&\s'\"]+?(?=%40)"  # https://TOKEN@host, https://user:p@ssword@host
     r"|\bhf_(?:oauth_)?[A-Za-z0-9]{16,}|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b"  # W&B: prefixed, or 40 hexadecimal digits
@@ -35,8 +36,8 @@ _NAMED = (
     r"|(?:api|access|private|secret|account|encryption|signing)[_-]?key"
     r"|(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)[_-]?token)"
 )
-_SECRET_PART = re.compile(
-    r"([?&#](?:[\w-]{0,40}[_-])?(?:Signature|Credential|AWSAccessKeyId|sig|token|jwt|auth|code|(?:api)?key|passw(?:or)?d"
+_SECRET_PART = (
+    r"(?i)([?&#](?:[\w-]{0,40}[_-])?(?:Signature|Credential|AWSAccessKeyId|sig|token|jwt|auth|code|(?:api)?key|passw(?:or)?d"
     r"|secret)=)[^&\s'\"]+"
     r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:(?:Basic|Bearer|Digest|Token)(?:\s|%20)+)?)[^\s,'\"]+"
     r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}|(\bBasic(?:\s|%20)+)(?=\S*[\d=])[\w+/=-]{16,}"
@@ -47,17 +48,15 @@ _SECRET_PART = re.compile(
     rf"|({_NAMED}\s+(?:is\s+)?['\"]?)[0-9a-f]{{64}}\b"
     r"|(\b(?:mysql|mariadb)[\w-]*\s(?:[^\n;&|]{0,500}?\s)?(?-i:-p)['\"]?)[^\s;'\"]+"
     rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*"
-    r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+",
-    re.IGNORECASE,
+    r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+"
 )
 """Values after a name that marks a secret: in a signed URL, a request header, JSON, YAML or an option."""
-_SECRET_KEY = re.compile(
-    r"(?:.*_)?(?:passwor[dt]|kennwort|passwd|passphrase|pwd|secret|credentials?|cookie|jwt|(?:api|access|private|secret|account)_?key)"
-    r"|key|token|auth|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
-    re.IGNORECASE,
+_SECRET_KEY = (
+    r"(?i)(?:.*_)?(?:passwor[dt]|kennwort|passwd|passphrase|pwd|secret|credentials?|cookie|jwt|(?:api|access|private|secret|account)_?key)"
+    r"|key|token|auth|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization"
 )
 """Keys whose values are credentials; `pad_token` does not match."""
-_ASSIGNMENT = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^\s'\"]+)")
+_ASSIGNMENT = r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^\s'\"]+)"
 
 
 class UserError(Exception):
@@ -196,24 +195,24 @@ def of_system(error: OSError, where: object = None) -> str:
     if isinstance(error, FileNotFoundError) and os.path.islink(str(file)):
         return f"{file}: a link to {os.readlink(str(file))}, which does not exist; is its disk mounted?"
     reason = error.strerror or str(error)
-    if error.errno and _ARROW.search(reason):
+    if error.errno and re.search(_ARROW, reason):
         reason = os.strerror(error.errno)
     line = f"{file or 'a file'}: {reason}"
     return f"{line}; {fix}." if fix else f"{line}."
 
 
-_ARROW = re.compile(r"Failed to open local file '(.*?)'")
+_ARROW = r"Failed to open local file '(.*?)'"
 """The name of the file in pyarrow's errors, which have no `filename`."""
 
 
 def _file_of(error: BaseException) -> object:
-    opened = _ARROW.search(str(error))
+    opened = re.search(_ARROW, str(error))
     return getattr(error, "filename2", None) or getattr(error, "filename", None) or (opened and opened[1])
 
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether a variable's name or value looks like a credential."""
-    return bool(_SECRET_NAME.search(name)) or redact(value, {}) != value
+    return bool(re.search(_SECRET_NAME, name)) or redact(value, {}) != value
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -224,10 +223,10 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     messages can be shared.
     """
     for name, value in environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= 8:
+        if re.search(_SECRET_NAME, name) and len(value) >= 8:
             text = text.replace(value, "***")
-    text = _SECRET_PART.sub(lambda found: f"{next(filter(None, found.groups()))}***", text)
-    return _ASSIGNMENT.sub(_assigned, _SECRET_VALUE.sub("***", text))
+    text = re.sub(_SECRET_PART, lambda found: f"{next(filter(None, found.groups()))}***", text)
+    return re.sub(_ASSIGNMENT, _assigned, re.sub(_SECRET_VALUE, "***", text))
 
 
 def redacted(value: object, key: str = "") -> Any:
@@ -238,7 +237,7 @@ def redacted(value: object, key: str = "") -> Any:
         return [redacted(inside, key) for inside in value]
     if not isinstance(value, str) or not value:
         return value
-    return "***" if _SECRET_KEY.fullmatch(key) else redact(value)
+    return "***" if re.fullmatch(_SECRET_KEY, key) else redact(value)
 
 
 def check_no_credential(value: Mapping[str, object], where: str, prefix: str = "") -> None:
@@ -258,7 +257,7 @@ def check_no_credential(value: Mapping[str, object], where: str, prefix: str = "
 
 def _assigned(found: re.Match[str]) -> str:
     """Return an assignment without its value if its name marks a secret; `pad_token=...` does not."""
-    marks = _SECRET_NAME.search(found[1] if found[1].isupper() else re.sub("token|header", "", found[1]))
+    marks = re.search(_SECRET_NAME, found[1] if found[1].isupper() else re.sub("token|header", "", found[1]))
     return f"{found[1]}=***" if marks else found[0]
 
 

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import math
 import os
-import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -121,7 +120,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     or a pipe is written itself: /dev/null must not be replaced. An OSError names `path`, which is then unchanged.
     """
     target = Path(os.path.realpath(path))
-    draft = target.parent / f".{target.name[:50]}.{secrets.token_hex(4)}.part"
+    draft = target.parent / f".{target.name[:50]}.{os.urandom(4).hex()}.part"
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

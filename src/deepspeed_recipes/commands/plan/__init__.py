@@ -48,7 +48,7 @@ from ...recipe import overrides
 from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
-from . import files, serving, which_gpu, workload
+from . import serving, which_gpu, workload
 from .options import parser, request_of, with_method
 
 WIDTH = 160
@@ -88,6 +88,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{program('plan')}: {suggestions.sentence(result)}", file=sys.stderr)
         return 1
     if arguments.write:
+        from . import files  # with the modules of `config`
+
         try:
             files.write(request, result.best, arguments.write)
         except OSError as error:

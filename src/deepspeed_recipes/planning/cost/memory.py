@@ -96,8 +96,8 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
     if setup.activation_offloading:
         kept = min(kept, COUNTS.on_their_way * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
-    backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
-    first = activations.kept_bytes(kinds[0], setup) + activations.backward_bytes(kinds[0], setup)
+    peaks = [activations.backward_bytes(kind, setup) for kind in kinds]
+    first = activations.kept_bytes(kinds[0], setup) + peaks[0]
     loss, unusable = activations.loss_bytes(profile, setup) if shard.is_last else (0.0, 0.0)
     between_passes = gathered = states.gathered_bytes(shard, setup)
     if setup.gathers:  # between the forward and the backward pass
@@ -142,7 +142,7 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
     return {
         **found,
         "loss": at(forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
-        "backward": at(forward, activations=waiting + backward, buckets=reduce_buckets, **live),
+        "backward": at(forward, activations=waiting + max(peaks), buckets=reduce_buckets, **live),
         "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=everything),
         "step": at(step, buckets=buckets),
     }

@@ -14,7 +14,7 @@ from ...recipe.run_folder import read_json
 from .. import TABLES
 from ..cost.constants import COUNTS, memory_range, speed_range
 from ..cost.memory import Memory
-from ..cost.step_time import StepTime
+from ..cost.step_time import StepTime, step_time
 from ..cost.training_setup import OWN, Software, TrainingSetup
 from ..hardware.cluster import Cluster, Correction
 from ..hardware.instances import Prices
@@ -90,10 +90,15 @@ class Plan:
     """The recipe to launch, apart from the setup's micro-batch and checkpointing."""
     setup: TrainingSetup
     cluster: Cluster
+    profile: ModelProfile
     memory: Memory
-    time: StepTime
     shortfalls: tuple[str, ...]
     """Resources that are likely to be exceeded, as parts of a sentence; empty if the plan fits or is tight."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The duration of a step; a plan that does not fit needs none."""
+        return step_time(self.profile, self.setup, self.cluster)
 
     @cached_property
     def recipe(self) -> Recipe:
