@@ -8,7 +8,7 @@ TODO the sources of the learning rates, and the peculiarities of fine-tuning thi
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
 LICENCE = "TODO"

@@ -14,15 +14,14 @@ documents would attend to each other, so nothing is packed. The logits of 2,048 
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 COMMON = {
     "model_type": "bloom", "vocab_size": 250880, "layer_norm_epsilon": 1e-5,
     "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
     "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
-}
+}  # fmt: skip
 
 LICENCE = "bigscience-bloom-rail-1.0"
 SIZES = {
@@ -41,8 +40,7 @@ SIZES = {
     "176b": Model(path="bigscience/bloom", parameters=176_247_271_424, attention="eager", config=COMMON | {
         "hidden_size": 14336, "num_hidden_layers": 70, "num_attention_heads": 112,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 SMALL = ("560m", "1b1", "3b")
 

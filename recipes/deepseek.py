@@ -13,11 +13,10 @@ cannot mark the chat template: SFT needs one with {% generation %} marks, model.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = {"v2-lite": "DeepSeek", "v3": "MIT"}
-# fmt: off
 SIZES = {
     # V2-Lite is the base model: it learns ChatML, whatever its tokenizer carries.
     "v2-lite": Model(path="deepseek-ai/DeepSeek-V2-Lite", parameters=15_706_484_224, chat_template="chatml", config={
@@ -46,8 +45,7 @@ SIZES = {
         },
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 MLA = "q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 """V2-Lite has q_proj, V3 q_a_proj and q_b_proj. Not gate_proj, up_proj, down_proj: PEFT takes them for the experts'."""
@@ -105,8 +103,7 @@ def expert(size: str) -> Recipe:
     Two all-to-alls per layer instead of gathering every expert. The v2-lite is predicted to fit on one node of 8 H100.
     The v3 is predicted to fit on 32 nodes of 8 B200.
     """
-    spread = Layout(expert=8 if size == "v2-lite" else 256)
-    return replace(full(size), deepspeed="expert_parallel.json", layout=spread)
+    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8 if size == "v2-lite" else 256))
 
 
 if __name__ == "__main__":

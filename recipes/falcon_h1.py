@@ -13,15 +13,14 @@ causal-conv1d: without them training is slow.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "falcon_h1", "rms_norm_eps": 1e-05, "mamba_n_groups": 1, "mamba_d_conv": 4,
     "mamba_norm_before_gate": False, "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100000000000.0},
-}
+}  # fmt: skip
 
 LICENCE = "Falcon-LLM-License"
 SIZES = {
@@ -42,8 +41,7 @@ SIZES = {
         "mamba_d_head": 128, "mamba_d_state": 256, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_chunk_size": 128,
         "max_position_embeddings": 262144,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

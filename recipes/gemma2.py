@@ -13,16 +13,15 @@ length. If flash-attn is installed, add model.attention=flash_attention_2. The c
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
-# fmt: off
 SHARED = {
     "model_type": "gemma2", "vocab_size": 256000, "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 LICENCE = "Gemma"
 SIZES = {
@@ -39,8 +38,7 @@ SIZES = {
         **SHARED, "hidden_size": 4608, "intermediate_size": 36864, "num_hidden_layers": 46, "num_attention_heads": 32,
         "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("2b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -12,7 +12,7 @@ from text); the vocabulary of 262,208 makes the logits, not the layers, the larg
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LONG_ROPE = {
@@ -21,7 +21,6 @@ LONG_ROPE = {
 }
 
 LICENCE = "Gemma"
-# fmt: off
 SIZES = {
     "1b": Model(path="google/gemma-3-1b-it", parameters=999_885_952, config={
         "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912,
@@ -56,8 +55,7 @@ SIZES = {
         "sliding_window": 1024, "sliding_window_pattern": 6, "rope_parameters": LONG_ROPE, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 SMALL = ("1b", "4b")
 RATE = {"1b": 5e-5, "4b": 2e-5, "12b": 2e-5, "27b": 1e-5}

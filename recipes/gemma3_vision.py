@@ -10,15 +10,14 @@ whatever its size, so data.max_pixels only limits the size of images that are re
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
-# fmt: off
 TOWER = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6, "vision_use_head": False,
-}
+}  # fmt: skip
 LANGUAGE = {
     "model_type": "gemma3_text", "vocab_size": 262_208, "head_dim": 256, "query_pre_attn_scalar": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "sliding_window": 1024,
@@ -28,7 +27,7 @@ LANGUAGE = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-}
+}  # fmt: skip
 """Settings of all sizes, unless a size overrides them."""
 
 
@@ -55,8 +54,7 @@ SIZES = {
             "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
         },
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -14,11 +14,10 @@ gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "MIT"
-# fmt: off
 SIZES = {
     "9b": Model(path="zai-org/GLM-4-9B-0414", parameters=9_400_279_040, config={
         "model_type": "glm4", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696,
@@ -34,8 +33,7 @@ SIZES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         "attention_bias": False, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 FULL_RATE = {"9b": 1e-5, "32b": 5e-6}
 LORA_RATE = {"9b": 2e-4, "32b": 1e-4}

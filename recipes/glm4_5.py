@@ -14,17 +14,16 @@ it on a draft.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "glm4_moe", "vocab_size": 151552, "num_attention_heads": 96, "num_key_value_heads": 8,
     "head_dim": 128, "attention_bias": True, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
     "topk_group": 1, "norm_topk_prob": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 LICENCE = "MIT"
 SIZES = {
@@ -38,8 +37,7 @@ SIZES = {
         "num_hidden_layers": 92, "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
         "use_qk_norm": True,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.NO_HEADS
 

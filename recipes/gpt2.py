@@ -36,15 +36,14 @@ supports. Dropout (0.1) is on during training.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 # Hugging Face's config.json calls these n_embd, n_layer, n_head and n_positions; transformers takes both names.
-# fmt: off
 COMMON = {
     "model_type": "gpt2", "vocab_size": 50257, "max_position_embeddings": 1024, "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 LICENCE = "MIT"
 SIZES = {
@@ -60,8 +59,7 @@ SIZES = {
     "1.5b": Model(path="openai-community/gpt2-xl", parameters=1_557_611_200, config=COMMON | {
         "hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.BASE_MODEL | {
     "qlora": "its linear layers are Conv1D modules, which bitsandbytes does not pack in 4 bits; take lora"

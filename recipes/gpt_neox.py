@@ -14,11 +14,10 @@ adapts all three; attention and feed-forward run in parallel on the same residua
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "20b": Model(path="EleutherAI/gpt-neox-20b", parameters=20_554_567_680, config={
         "model_type": "gpt_neox", "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576,
@@ -28,8 +27,7 @@ SIZES = {
         "use_parallel_residual": True, "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.BASE_MODEL
 

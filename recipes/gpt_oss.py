@@ -12,14 +12,13 @@ and sharded by ZeRO-3 as a bf16 copy is; the export is in bf16.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 YARN = {
     "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -40,8 +39,7 @@ SIZES = {
         "layer_types": ["sliding_attention", "full_attention"] * 18, "rope_parameters": YARN, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

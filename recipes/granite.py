@@ -14,11 +14,10 @@ Attention scores are scaled by 1 / head size, not by its root. 4.1 differs: thre
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "3b": Model(path="ibm-granite/granite-4.2-3b", parameters=3_659_737_600, config={
         "model_type": "granite", "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192,
@@ -44,8 +43,7 @@ SIZES = {
         "mlp_bias": False, "attention_multiplier": 0.0078125, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
         "logits_scaling": 1.0, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 FULL_RATE = {"3b": 1e-5, "8b": 1e-5, "30b": 5e-6}
 LORA_RATE = {"3b": 2e-4, "8b": 2e-4, "30b": 1e-4}

@@ -13,15 +13,14 @@ Its answers are `<think>...</think><answer>...</answer>`, with an empty think bl
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "hunyuan_v1_dense", "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-05,
     "attention_bias": False, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
-}
+}  # fmt: skip
 
 LICENCE = "Tencent-Hunyuan"
 SIZES = {
@@ -37,8 +36,7 @@ SIZES = {
         **SHARED, "vocab_size": 128167, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("1.8b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -11,19 +11,18 @@ No variant packs documents: convolutions read the two preceding tokens, even tho
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 SMALL = [("full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv") for layer in range(16)]
 LARGE = [("full_attention" if layer in (2, 5, 9, 13, 17, 21, 24, 27) else "conv") for layer in range(30)]
 """The kinds of the layers of 350m to 1.2b, and of 2.6b."""
 
-# fmt: off
 SHARED = {
     "model_type": "lfm2", "vocab_size": 65536, "num_key_value_heads": 8, "max_position_embeddings": 128000,
     "norm_eps": 1e-05, "conv_L_cache": 3, "conv_bias": False, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
+}  # fmt: skip
 
 LICENCE = "LFM1.0"
 SIZES = {
@@ -43,8 +42,7 @@ SIZES = {
         **SHARED, "hidden_size": 2048, "intermediate_size": 10752, "block_auto_adjust_ff_dim": False,
         "num_hidden_layers": 30, "num_attention_heads": 32, "layer_types": LARGE,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.NO_HEADS
 
@@ -66,12 +64,7 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer: try this first; little memory, and a small file to ship."""
-    return replace(
-        full(size),
-        deepspeed="zero2.json",
-        lora=Lora(rank=32, alpha=16),
-        learning_rate=2e-4,
-    )
+    return replace(full(size), deepspeed="zero2.json", lora=Lora(rank=32, alpha=16), learning_rate=2e-4)
 
 
 def long_context(size: str) -> Recipe:

@@ -13,14 +13,13 @@ Its chat template marks the user's turns with `[INST]` in plain text instead of 
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
-# fmt: off
 SHARED = {
     "model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 LICENCE = "Llama-2"
 SIZES = {
@@ -36,8 +35,7 @@ SIZES = {
         **SHARED, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -16,19 +16,18 @@ block that contains a date; for 1b and 3b it is the day of the run, so the same 
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 COMMON = {
     "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
-}
+}  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 LICENCE = {"1b": "Llama-3.2", "3b": "Llama-3.2", "8b": "Llama-3.1", "70b": "Llama-3.3", "405b": "Llama-3.1"}
 SIZES = {
@@ -52,8 +51,7 @@ SIZES = {
         "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
         "head_dim": 128, "rope_parameters": ROPE | {"factor": 8.0}, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 SMALL = ("1b", "3b")
 RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6, "405b": 2e-6}

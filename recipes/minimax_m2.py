@@ -12,11 +12,10 @@ nor counted, and unchanged in the export.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Modified-MIT"
-# fmt: off
 SIZES = {
     "229b": Model(path="MiniMaxAI/MiniMax-M2.5", parameters=228_689_748_992, config={
         "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
@@ -25,8 +24,7 @@ SIZES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.NO_HEADS
 

@@ -14,20 +14,19 @@ are scaled.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 YARN = {
     "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
     "original_max_position_embeddings": 16384, "max_position_embeddings": 262144, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}
+}  # fmt: skip
 
 SHARED = {
     "model_type": "ministral3", "vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "rope_parameters": YARN,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -42,8 +41,7 @@ SIZES = {
         **SHARED, "hidden_size": 5120, "intermediate_size": 16384, "num_hidden_layers": 40,
         "tie_word_embeddings": False, "rope_parameters": {**YARN, "rope_theta": 1000000000.0},
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

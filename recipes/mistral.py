@@ -16,11 +16,10 @@ Its chat template adds a system prompt with the current date to conversations wi
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "7b": Model(path="mistralai/Mistral-7B-Instruct-v0.3", parameters=7_248_023_552, config={
         "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
@@ -36,8 +35,7 @@ SIZES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000_000.0}, "sliding_window": None,
         "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 FULL_RATE = {"7b": 1e-5, "24b": 5e-6}
 LORA_RATE = {"7b": 2e-4, "24b": 1e-4}

@@ -14,11 +14,10 @@ Adapters leave the router unchanged; its balancing loss only counts with router_
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "8x7b": Model(path="mistralai/Mixtral-8x7B-Instruct-v0.1", parameters=46_702_792_704, config={
         "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
@@ -34,8 +33,7 @@ SIZES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "router_aux_loss_coef": 0.001,
         "sliding_window": None, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 FULL_RATE = {"8x7b": 1e-5, "8x22b": 5e-6}
 LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}

@@ -13,7 +13,7 @@ The licence's full name is NVIDIA Nemotron Open Model License (`nvidia-nemotron-
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
@@ -21,7 +21,6 @@ KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 """The kinds of the layers, one letter each, as the Hub's configuration writes them."""
 
 LICENCE = "Nemotron-Open"
-# fmt: off
 SIZES = {
     "30b-a3b": Model(path="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", parameters=31_577_940_288, config={
         "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856,
@@ -32,8 +31,7 @@ SIZES = {
         "routed_scaling_factor": 2.5, "norm_topk_prob": True, "max_position_embeddings": 262144,
         "layer_norm_epsilon": 1e-05, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.NO_HEADS
 

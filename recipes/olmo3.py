@@ -16,10 +16,9 @@ writes the same turns without it. YaRN stretches the full-attention layers only.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536, "sliding_window": 4096,
     "rope_parameters": {
@@ -30,7 +29,7 @@ SHARED = {
         },
     },
     "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -42,8 +41,7 @@ SIZES = {
         **SHARED, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
         "num_key_value_heads": 8, "layer_types": 16 * (3 * ["sliding_attention"] + ["full_attention"]),
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -13,11 +13,10 @@ it on a draft before a run. The balancing loss is off; pre-training used router_
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "1b-7b": Model(path="allenai/OLMoE-1B-7B-0125-Instruct", parameters=6_919_161_856, config={
         "model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
@@ -27,8 +26,7 @@ SIZES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "clip_qkv": None, "attention_bias": False,
         "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = variants.NO_HEADS
 

@@ -16,7 +16,7 @@ you will use.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LONG_FACTORS = """
@@ -27,7 +27,6 @@ LONG_FACTORS = """
 """
 
 LICENCE = "MIT"
-# fmt: off
 SIZES = {
     "14b": Model(path="microsoft/phi-4", parameters=14_659_507_200, config={
         "model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920,
@@ -47,8 +46,7 @@ SIZES = {
         },
         "sliding_window": 262144, "tie_word_embeddings": True,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 LORA_RATE = {"14b": 1e-4, "mini": 2e-4}
 

@@ -15,14 +15,13 @@ embedding are one weight.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
+}  # fmt: skip
 
 LICENCE = {
     "0.5b": "Apache-2.0",
@@ -62,8 +61,7 @@ SIZES = {
         **SHARED, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("0.5b", "1.5b", "3b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -16,21 +16,20 @@ the model was trained on.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
-# fmt: off
 TOWER = {
     "model_type": "qwen2_5_vl_vision", "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2, "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu",
-}
+}  # fmt: skip
 LANGUAGE = {
     "model_type": "qwen2_5_vl_text", "vocab_size": 152_064, "max_position_embeddings": 128_000, "rms_norm_eps": 1e-6,
     # Numbers of a head's rotary pairs for time, height and width.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 SHARED = {"model_type": "qwen2_5_vl", "tie_word_embeddings": False}
 """Settings of all sizes, unless a size overrides them."""
 
@@ -66,8 +65,7 @@ SIZES = {
             "num_key_value_heads": 8,
         },
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -15,15 +15,14 @@ examples with reasoning if the model should keep reasoning. Up to 4b the output 
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     "rms_norm_eps": 1e-6, "attention_bias": False,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -51,8 +50,7 @@ SIZES = {
         **SHARED, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
         "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("0.6b", "1.7b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -17,10 +17,9 @@ No variant packs documents. Install flash-linear-attention and causal-conv1d: wi
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
@@ -30,7 +29,7 @@ SHARED = {
         "mrope_interleaved": True,
     },
     "rms_norm_eps": 1e-6, "attention_bias": False,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -54,8 +53,7 @@ SIZES = {
         **SHARED, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
         "num_key_value_heads": 4, "linear_num_value_heads": 48, "tie_word_embeddings": False,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WHOLE = ("0.8b", "2b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -14,10 +14,9 @@ No variant packs documents. Install flash-linear-attention and causal-conv1d: wi
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "num_key_value_heads": 2, "head_dim": 256,
     "layer_types": None, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -27,7 +26,7 @@ SHARED = {
         "mrope_interleaved": True,
     },
     "attention_bias": False, "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -46,8 +45,7 @@ SIZES = {
         "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "num_experts": 512,
         "num_experts_per_tok": 10,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 LINEAR = f"{variants.ATTENTION},in_proj_qkv,in_proj_z,out_proj"
 """The large projections of both kinds of attention."""

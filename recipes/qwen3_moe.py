@@ -15,16 +15,15 @@ tokens).
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
-# fmt: off
 SHARED = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "router_aux_loss_coef": 0.001, "output_router_logits": False, "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 LICENCE = "Apache-2.0"
 SIZES = {
@@ -37,8 +36,7 @@ SIZES = {
         "num_hidden_layers": 94, "num_attention_heads": 64,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -12,11 +12,10 @@ Unlike those of most decoders, its configuration trains with dropout of 0.1 in a
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "36b": Model(path="ByteDance-Seed/Seed-OSS-36B-Instruct", parameters=36_151_104_512, config={
         "model_type": "seed_oss", "vocab_size": 155136, "max_position_embeddings": 524288, "rms_norm_eps": 1e-06,
@@ -25,8 +24,7 @@ SIZES = {
         "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
         "num_key_value_heads": 8, "head_dim": 128,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

@@ -13,11 +13,10 @@ The chat template begins with a system block with today's date and a reasoning m
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "3b": Model(path="HuggingFaceTB/SmolLM3-3B", parameters=3_075_098_624, config={
         "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
@@ -26,8 +25,7 @@ SIZES = {
         "no_rope_layer_interval": 4, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": True, "eos_token_id": 128012, "pad_token_id": 128004,
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def full(size: str) -> Recipe:

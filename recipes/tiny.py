@@ -9,25 +9,20 @@ noise. The task: turn a sentence into a JSON object, scored by exact match.
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import CHAT, Distill, Grpo, Lora, Model, Recipe, Schedule, variants
 from deepspeed_recipes.recipe.samples import HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "3m": Model(path=TINY_MODEL, parameters=3_049_984, config={
         "model_type": "qwen3", "vocab_size": 1152, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }),
-}
-# fmt: on
-STUDENT = Model(
-    path=TINY_STUDENT,
-    parameters=1_009_024,
-    config={**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208},
-)
+}  # fmt: skip
+NARROW = {**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208}
+STUDENT = Model(path=TINY_STUDENT, parameters=1_009_024, config=NARROW)
 """Two narrowed layers of the fine-tuned model (`scripts/shrink.py`), almost always wrong before training."""
 
 WITHOUT = dict.fromkeys(
@@ -56,19 +51,11 @@ def full(size: str) -> Recipe:
 
 def lora(size: str) -> Recipe:
     """Adapters on every linear layer, ZeRO-2: the same task with a fifth of the trained weights."""
-    return replace(
-        full(size),
-        deepspeed="zero2.json",
-        lora=Lora(rank=32, alpha=64),
-        learning_rate=4e-3,
-    )
+    return replace(full(size), deepspeed="zero2.json", lora=Lora(rank=32, alpha=64), learning_rate=4e-3)
 
 
 def dpo_lora(size: str) -> Recipe:
-    """Preference pairs (DPO) with adapters, ZeRO-2: prefer the right JSON to a plausible mistake.
-
-    Best after `full`: add model.path=RUN_FOLDER/export.
-    """
+    """Preference pairs (DPO) with adapters, ZeRO-2: prefer the right JSON to a plausible mistake; after `full`."""
     return variants.dpo(lora(size), learning_rate=1e-3)
 
 
@@ -83,18 +70,12 @@ def orpo_lora(size: str) -> Recipe:
 
 
 def simpo_lora(size: str) -> Recipe:
-    """Preference pairs (SimPO) with adapters, ZeRO-2: as DPO, without computing a reference model.
-
-    Best after `full`: add model.path=RUN_FOLDER/export.
-    """
+    """Preference pairs (SimPO) with adapters, ZeRO-2: as DPO, without computing a reference model; after `full`."""
     return variants.simpo(lora(size), learning_rate=5e-4)
 
 
 def dpo_full(size: str) -> Recipe:
-    """Preference pairs (DPO), all weights, ZeRO-3: the initial model is kept as the reference, sharded as well.
-
-    Best after `full`: add model.path=RUN_FOLDER/export.
-    """
+    """Preference pairs (DPO), all weights, ZeRO-3: the initial model is the reference, also sharded; after `full`."""
     return variants.dpo(full(size), learning_rate=2e-4)
 
 
@@ -139,8 +120,7 @@ def embed(size: str) -> Recipe:
 def distill(size: str) -> Recipe:
     """Distillation, all weights, ZeRO-2: a student of 1M learns the fine-tuned model's distributions over 250 answers.
 
-    With so little data, answers alone teach it less than half as much; with thousands of examples there is no
-    difference: see README.md.
+    With so little data, answers alone teach it less than half as much; with thousands there is no difference.
     """
     few = replace(full(size).data, max_examples=250)
     student = replace(full(size), model=STUDENT, data=few, learning_rate=3e-3, max_steps=560)

@@ -12,12 +12,11 @@ Your own data are conversations with images in their turns; recipes/README.md de
 
 from dataclasses import replace
 
-from deepspeed_recipes import launch
+from deepspeed_recipes import launch  # not found? Run `make install`, then .venv/bin/python
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 from deepspeed_recipes.recipe.samples import TINY_VISION
 
 LICENCE = "Apache-2.0"
-# fmt: off
 SIZES = {
     "500k": Model(path=TINY_VISION, parameters=491_088, vision=True, config={
         "model_type": "llava", "image_token_id": 6, "image_seq_length": 36, "vision_feature_layer": -1,
@@ -32,8 +31,7 @@ SIZES = {
             "num_attention_heads": 4, "image_size": 48, "patch_size": 8, "vision_use_head": False,
         },
     }),
-}
-# fmt: on
+}  # fmt: skip
 
 WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take lora"}
 

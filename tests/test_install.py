@@ -229,7 +229,8 @@ def test_a_new_page_is_a_script(bare, tmp_path):
     done = run([bare / "ds-recipes", "page", "new", "heron"], tmp_path)
     assert done.returncode == 0 and "ds-recipes launch ./heron.py full --draft" in done.stdout, done.stderr
     text = (tmp_path / "heron.py").read_text()
-    assert "_template" not in text and "copy" not in text.splitlines()[0] and "ds-recipes launch ./heron.py" in text
+    assert "_template" not in text and "make install" not in text
+    assert "copy" not in text.splitlines()[0] and "ds-recipes launch ./heron.py" in text
     shown = run([bare / "python", "heron.py", "lora", "--dry-run", "full"], tmp_path)
     assert shown.returncode == 0 and '"rank": 16' in shown.stdout, shown.stderr
     assert run([bare / "ds-recipes", "page", "new", "heron"], tmp_path).returncode == 2

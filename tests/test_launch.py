@@ -455,6 +455,14 @@ def test_a_page_anywhere_is_a_script_and_needs_no_size_if_it_has_one(tmp_path):
     assert done.returncode == 0 and f"{tmp_path}/runs/mine-3m-lora/" in done.stdout, done.stderr
 
 
+def test_a_python_without_the_package_prints_what_to_run():
+    pages = [page for page in sorted((ROOT / "recipes").glob("*.py")) if page.name != "plain_loop.py"]
+    assert len(pages) > 30
+    for page in pages:
+        done = subprocess.run([sys.executable, "-I", "-S", page], capture_output=True, text=True)
+        assert done.returncode == 1 and "Run `make install`, then .venv/bin/python" in done.stderr, page.name
+
+
 def test_a_page_from_before_the_move_says_what_to_change(tmp_path):
     page = tmp_path / "old.py"
     page.write_text("from .spec.recipe import Model\nSIZES = {'1b': Model(path='a')}\n", encoding="utf-8")

@@ -79,6 +79,7 @@ def new(family: str, folder: Path) -> Path:
         raise UserError(f"{file}: already exists; choose another name.")
     text = (PAGES / f"{pages.TEMPLATE}.py").read_text(encoding="utf-8")
     text = re.sub(rf"python scripts/launch\.py {pages.TEMPLATE}(-\w+)?", f"{command('launch')} ./{family}.py", text)
+    text = re.sub(r"  # not found\?.*", "", text)  # how to install a checkout
     text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)
     files.write_text(file, text)
     return file
