@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from deepspeed_recipes.launching import paths
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.training.console import highlighted
+from deepspeed_recipes.training.console import show
 from deepspeed_recipes.training.data import load, tokenize
 from deepspeed_recipes.training.data.collate import IGNORED, Collator
 from deepspeed_recipes.training.data.report import pieces
@@ -81,7 +81,9 @@ def test_long_texts_cause_no_warning_of_the_tokenizer(tmp_path, model_folder, me
     assert "over 99% of them" in replace(report, tokens=512, loss_tokens=511).lines("training", 400)[0]
 
 
-def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model_folder, tokenizer, monkeypatch):
+def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(
+    tmp_path, model_folder, tokenizer, monkeypatch, capsys
+):
     chats = [conversation("Hi?", "Yes. " * n + "No.") for n in (0, 0, 1, 20)]
     path = write(tmp_path / "chat.jsonl", chats)
     recipe = small(model_folder, path, packing=True)
@@ -98,13 +100,16 @@ def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model
         "   10-250 tokens  ",
     ]
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
-    first, second = (highlighted(shown) for shown in tokenize.first_documents(rows, tokenizer))
-    assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
+    capsys.readouterr()
+    show(tokenize.first_documents(rows, tokenizer))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "example: <|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
     assert len(tokenize.first_documents(rows, tokenizer, most=4)) == 3, "two of the four are alike"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = highlighted([("Hi", False), ("Yes", True)])
+    show([[("Hi", False), ("Yes", True)]])
+    coloured = capsys.readouterr().out
     assert "\x1b[32mYes" in coloured and "«" not in coloured
 
 

@@ -28,6 +28,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.model import attention, draft, probe, transforms
 from deepspeed_recipes.training.model import lora as adapters
+from deepspeed_recipes.training.trainer import RunTrainer
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs
@@ -497,8 +498,7 @@ def test_an_engine_that_left_deepcompile_out_does_not_train_on():
     engine._deepcompile_active = False
     assert engine.get_autosp_backend({}) is None and not engine.is_deepcompile_active()
     with pytest.raises(UserError, match=r"deepspeed=my.json: .* would train as plain ZeRO-2"):
-        transforms.check_active(engine, compiled)
-    transforms.check_active(engine, deepspeed_file.parse({}, "plain.json"))
+        RunTrainer.on_engine_ready(SimpleNamespace(deepspeed=engine, context=SimpleNamespace(file=compiled)))
 
 
 def load() -> Any:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,5 +327,5 @@ def test_a_resumed_run_says_where_it_goes_on_and_whether_its_schedule_changed(
     checkpoint.mkdir()
     (checkpoint / "trainer_state.json").write_text('{"max_steps": 10}')
     recipe = replace(pages.find("tiny", "full"), max_steps=steps, schedule=Schedule(kind=kind))
-    training_run.say_resuming(recipe, checkpoint, SimpleNamespace(size=None))
-    assert capsys.readouterr().out == said
+    training_run.say_updates(recipe, None, 2, checkpoint)
+    assert capsys.readouterr().out == f"{steps} steps in all, from a stream\n{said}"

@@ -19,12 +19,10 @@ from deepspeed_recipes.commands.launch import options
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.methods import method
 from deepspeed_recipes.recipe.run_folder import (
-    COMPLETE,
     RunFolder,
     append_jsonl,
     best_step,
     judgements,
-    newest_checkpoint,
     write_json,
 )
 from deepspeed_recipes.training import console
@@ -313,17 +311,15 @@ def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):
 
 def test_a_resumed_run_says_where_it_is_and_that_its_schedule_changed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("deepspeed_recipes.training.distributed.is_first", lambda: True)
-    recipe, run = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8), RunFolder(tmp_path)
-    datasets = Datasets([], None, None, [], updates.Size(480, 480, 480, 9999))
-    training_run.say_resuming(recipe, newest_checkpoint(run), datasets)
-    assert capsys.readouterr().out == ""
-    checkpoint = run.checkpoints / "checkpoint-20"
+    recipe, size = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8), updates.Size(480, 480, 480, 99)
+    training_run.say_updates(recipe, size, 2, None)
+    new = capsys.readouterr().out
+    checkpoint = tmp_path / "checkpoint-20"
     write_json(checkpoint / "trainer_state.json", {"max_steps": 60})
-    write_json(checkpoint / COMPLETE, {})
-    training_run.say_resuming(recipe, newest_checkpoint(run), datasets)
-    assert capsys.readouterr().out == "resuming from step 21 of 60\n"
-    training_run.say_resuming(replace(recipe, epochs=2.0), newest_checkpoint(run), datasets)
-    resumed, changed = capsys.readouterr().out.splitlines()
+    training_run.say_updates(recipe, size, 2, checkpoint)
+    assert capsys.readouterr().out == f"{new}resuming from step 21 of 60\n"
+    training_run.say_updates(replace(recipe, epochs=2.0), size, 2, checkpoint)
+    *_, resumed, changed = capsys.readouterr().out.splitlines()
     assert resumed == "resuming from step 21 of 120"
     assert changed == "the run had 60 steps: from here on the learning rate follows the cosine schedule of 120"
 

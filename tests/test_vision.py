@@ -37,6 +37,7 @@ from deepspeed_recipes.recipe.samples import TINY_VISION
 from deepspeed_recipes.training.data import images, tokenize
 from deepspeed_recipes.training.data.image_conversations import PictureCollator
 from deepspeed_recipes.training.model import load, processor
+from deepspeed_recipes.training.parallel import expert
 from scripts.maintain.samples.sight import ask, draw, labels, make_data
 from tests import seeing
 from tests.conftest import write_rows
@@ -461,9 +462,11 @@ def test_the_planner_counts_the_tower(sample):
 
 
 @pytest.mark.parametrize(("family", "alone"), [("qwen3_5_moe", True), ("gemma3", False), ("llama", True)])
-def test_a_language_model_that_is_loaded_alone_has_the_text_parts_configuration(family, alone):
+def test_experts_are_sought_in_the_text_part_where_it_is_loaded_alone(monkeypatch, family, alone):
     config = AutoConfig.for_model(family)
-    assert (load.language_config(config) is config.get_text_config()) == alone
+    monkeypatch.setattr(load, "config_of", lambda path, trusted: config)
+    monkeypatch.setattr(expert, "find", lambda found: found)
+    assert (expert._mixture.__wrapped__("", False) is config.get_text_config()) == alone
 
 
 READING = SAMPLES / "sight" / "reading"

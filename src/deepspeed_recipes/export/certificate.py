@@ -197,7 +197,7 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 yield f"{title}: {name} is {new.get(name)}, and was {old.get(name)}"
-    if len(wanted["base"] or "") == len(now["base"] or "") and wanted["base"] != now["base"]:  # see warn_of_other_base
+    if len(wanted["base"] or "") == len(now["base"] or "") and wanted["base"] != now["base"]:  # see export.load_base
         yield "the adapter's base model is another one"
     ends = [one if isinstance(one, list) else [one] for one in (wanted["end_tokens"], now["end_tokens"])]
     if set(ends[0]) != set(ends[1]):

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, TextIO
 
@@ -72,15 +72,17 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
-def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
-    """Return text in which the parts in the loss are coloured, or between « and » where colours are not supported."""
-    pieces = [(printable(text), learned) for text, learned in pieces]
+def show(examples: Iterable[Sequence[tuple[str, bool]]]) -> None:
+    """Print examples with the parts in the loss coloured, or between « and » where colours are not supported."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    if not console.is_terminal or console.no_color:
-        return "".join(f"«{text}»" if learned else text for text, learned in pieces)
-    with console.capture() as captured:
-        console.print(Text.assemble(*((text, "green" if learned else "dim") for text, learned in pieces)), end="")
-    return captured.get()
+    for example in examples:
+        pieces = [(printable(text), learned) for text, learned in example]
+        if not console.is_terminal or console.no_color:
+            say("example: " + "".join(f"«{text}»" if learned else text for text, learned in pieces))
+            continue
+        with console.capture() as captured:
+            console.print(Text.assemble(*((text, "green" if learned else "dim") for text, learned in pieces)), end="")
+        say(f"example: {captured.get()}")
 
 
 def keep_log(run: RunFolder) -> None:

@@ -59,7 +59,7 @@ from .checkpoint.save import Checkpoints
 from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data import load as load_data
-from .data.load import Datasets, say_updates
+from .data.load import Datasets
 from .methods import method
 from .methods.distillation import teacher
 from .model import draft, generate, heads, load, output_head, probe, transforms
@@ -142,8 +142,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     arguments.set_save(strategy="steps" if recipe.save_steps else "no", steps=int(recipe.save_steps) or 1)
     mark = fingerprint.of_run(recipe, tokenizer, datasets, began)
     fingerprint.check(mark, checkpoint, recipe.data.changed)
-    too_few = say_updates(recipe, datasets.size, dist.get_world_size())
-    say_resuming(recipe, checkpoint, datasets)
+    too_few = say_updates(recipe, datasets.size, dist.get_world_size(), checkpoint)
     if distributed.is_first():
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
         write_requested(run.data, {**datasets.described(tokenizer), **skipped, "save_steps": recipe.save_steps})
@@ -161,19 +160,37 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     conclude(trainer, datasets, too_few, outline)
 
 
-def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:
-    """Print where a resumed run continues, and whether other settings have changed its schedule."""
+def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int, checkpoint: Path | None) -> str | None:
+    """Print the number of updates, and where a resumed run continues, maybe on another schedule.
+
+    If there are too few updates, print and return settings that give more. `size` is None for a stream.
+    """
+    advice, steps = None, recipe.max_steps
+    if size is None:
+        say(f"{steps} steps in all, from a stream")
+    else:
+        say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
+        patience, every = recipe.early_stopping, recipe.steps_between_evaluations
+        steps = updates.in_all(recipe, size.sequences)
+        if patience and isinstance(every, int) and patience * every >= steps:
+            say(
+                f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it "
+                f"can; set eval_steps={max(1, steps // (4 * patience))}"
+            )
+        if advice := updates.advice(recipe, size, world_size):
+            say(advice)
     if checkpoint is None:
-        return
-    steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
+        return advice
     before, kind = read_json(checkpoint / "trainer_state.json")["max_steps"], recipe.schedule.kind
-    if steps is not None and step_of(checkpoint) >= steps:
-        more = f", and {step_of(checkpoint) - steps} more" if step_of(checkpoint) > steps else ""
+    done = step_of(checkpoint)
+    if steps is not None and done >= steps:
+        more = f", and {done - steps} more" if done > steps else ""
         say(f"all {steps} steps are trained{more}: only measuring and exporting")
-        return
-    say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
+        return advice
+    say(f"resuming from step {done + 1} of {steps}")
     if steps != before and not kind.startswith(("constant", "inverse_sqrt")):
         say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")
+    return advice
 
 
 def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
@@ -282,7 +299,11 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline:
         summary.stopped(run, trainer.state.global_step, context.trackers)
         return
     check_moved(trainer)
-    keep_holdings(trainer)
+    try:  # for the report
+        layers = holdings.layer_bytes(trainer.deepspeed)
+        write_json(run.ranks / f"rank-{dist.get_rank()}.json", {"rank": dist.get_rank(), "layers": layers})
+    except Exception as error:
+        say(f"the report will lack the memory of each rank: {type(error).__name__}: {first_line(error)}")
     best = trainer.load_best() if recipe.keep_best else None
     after = failed = None
     try:
@@ -342,15 +363,6 @@ def check_moved(trainer: Trainer) -> None:
             f"all gradients are 0{why} ({trainer.context.run.metrics} has their norms), every update was skipped, or "
             f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}."
         )
-
-
-def keep_holdings(trainer: Trainer) -> None:
-    """Write the bytes of each layer that this rank holds into the run folder, for the report; never fails a run."""
-    rank, run = dist.get_rank(), trainer.context.run
-    try:
-        write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layer_bytes(trainer.deepspeed)})
-    except Exception as error:
-        say(f"the report will lack the memory of each rank: {type(error).__name__}: {first_line(error)}")
 
 
 def fail(error: Exception | str, status: int, trackers: Trackers) -> NoReturn:

@@ -49,7 +49,6 @@ from .checkpoint.save import Checkpoints
 from .data import collate
 from .data.collate import Batch
 from .distributed import describe_environment
-from .model import transforms
 from .model.noise import Noise
 from .optimizer import rate_schedule
 from .parallel import Holding, expert, holdings
@@ -107,8 +106,16 @@ class OnTrainBegin(TrainerCallback):
         self.action()
 
 
-class FirstEvaluation(OnTrainBegin):
-    """The same; a class of its own, because the Trainer warns of two callbacks of one class."""
+class FirstEvaluation(TrainerCallback):
+    """Measures the model of a new run before its first step."""
+
+    def __init__(self, trainer: "RunHooks", evaluation: Evaluation) -> None:
+        self.trainer, self.evaluation = trainer, evaluation
+
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Measure, unless the run was resumed."""
+        if state.global_step == 0:
+            self.evaluation.measure(self.trainer, with_metric=True)
 
 
 class RunHooks(Hooked):
@@ -141,7 +148,6 @@ class RunHooks(Hooked):
             self.noise = Noise(self.model, context.recipe.neftune_alpha, context.recipe.seed, data_rank)
         self.remove_callback(PrinterCallback)
         # In the order in which each event reaches them.
-        first_evaluation = FirstEvaluation(self.evaluate_at_start) if context.evaluation else None
         for callback in (
             OnTrainBegin(self.on_engine_ready),
             context.phases if isinstance(context.phases, Profiler) else None,  # ends a step before others take time
@@ -153,7 +159,7 @@ class RunHooks(Hooked):
             Routing() if context.recipe.layout.pipeline == 1 else None,  # adds to the record that Metrics writes
             context.layer_stats,  # adds to the same record
             context.metrics,
-            first_evaluation,
+            FirstEvaluation(self, context.evaluation) if context.evaluation else None,
             context.evaluation,
             context.system,
             context.watchdog,  # its clock starts after everything else
@@ -239,8 +245,12 @@ class RunHooks(Hooked):
 
     def on_engine_ready(self) -> None:
         """Work around the engine's defects, and record its configuration and environment."""
-        engine, context = self.deepspeed, self.context
-        transforms.check_active(engine, context.file)
+        engine, context, file = self.deepspeed, self.context, self.context.file
+        if file.deepcompile and not engine.is_deepcompile_active():
+            raise UserError(
+                f"deepspeed={file.name}: DeepSpeed has not activated DeepCompile, and would train as plain "
+                f"ZeRO-{file.stage}; its log has the reason. Use zero{file.stage}.json, or correct the compile block."
+            )
         upstream.remember_gradient_norm(engine)
         upstream.sum_tied_gradients(engine)
         upstream.forget_kept_weights(engine)
@@ -330,11 +340,6 @@ class RunHooks(Hooked):
         return self.deepspeed.get_global_grad_norm()
 
     # Between steps, and at the end
-
-    def evaluate_at_start(self) -> None:
-        """Measure the model before its first step."""
-        if self.context.evaluation and self.state.global_step == 0:
-            self.context.evaluation.measure(self, with_metric=True)
 
     def evaluate(self, *arguments: TrainingArguments, **options: object) -> dict[str, float]:
         """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from ...recipe.errors import counted
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
-from ..console import highlighted, say
+from ..console import say, show
 from . import sources, text_files, tokenize, updates
-from .report import Pieces, Report
+from .report import Report
 from .tokenize import Stream
 
 HELD_OUT_SEED = 42
@@ -161,31 +161,6 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
             "shown": shown,
         },
     )
-
-
-def show(examples: list[Pieces]) -> None:
-    """Print examples with the parts that are in the loss highlighted."""
-    for pieces in examples:
-        say(f"example: {highlighted(pieces)}")
-
-
-def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> str | None:
-    """Print the number of updates of the run; if there are too few, print and return settings that give more."""
-    if size is None:
-        say(f"{recipe.max_steps} steps in all, from a stream")
-        return None
-    say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
-    patience, every = recipe.early_stopping, recipe.steps_between_evaluations
-    steps = updates.in_all(recipe, size.sequences)
-    if patience and isinstance(every, int) and patience * every >= steps:
-        say(
-            f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it can; "
-            f"set eval_steps={max(1, steps // (4 * patience))}"
-        )
-    advice = updates.advice(recipe, size, world_size)
-    if advice:
-        say(advice)
-    return advice
 
 
 def _tokenized(

@@ -173,11 +173,13 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         unread = dict.fromkeys(formats.unread(where, example, form, recipe.method.name), 1)
         return Source(name, [form], stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
-    found["version"] = (
-        CONVERTED_BY,
-        own_code.digests(recipe).get("data.transform"),
-        *_version(name, recipe.data.split),
-    )
+    version: list[object]
+    if (path := Path(name)).exists():
+        within = [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+        version = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within]
+    else:  # the cache's files are named by their commit
+        version = [file["filename"] for file in _from_hub(name, recipe.data.split, streaming=False).cache_files]
+    found["version"] = (CONVERTED_BY, own_code.digests(recipe).get("data.transform"), *version)
     try:
         examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
     except DatasetGenerationError as error:
@@ -432,15 +434,6 @@ def _from_hub(name: str, split: str, streaming: bool) -> Examples:
         else:
             fix = "Check the name and data.split, or give a local file or folder as data.path."
         raise UserError(f"data.path={name}: cannot load: {reason}\n{fix}") from error
-
-
-def _version(name: str, split: str) -> tuple[object, ...]:
-    """Return a value that changes whenever a source's examples may have changed."""
-    path = Path(name)
-    if not path.exists():  # the cache's files are named by their commit
-        return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
-    within = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within if file.is_file())
 
 
 def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) -> Examples:

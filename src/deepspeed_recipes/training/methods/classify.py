@@ -21,7 +21,7 @@ from ...recipe.files import Json
 from ...recipe.methods import Classify
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
-from ..console import say
+from ..console import say, show
 from ..data import classes, load, report, tokenize, updates
 from ..data.collate import Batch, padded
 from ..model.load import load_config
@@ -52,7 +52,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     cut = sum(tokens["cut"])
     kept = tokens.remove_columns("cut")
     shown = [[(f"({found[at]['label']}) ", True), (tokenizer.decode(kept[at]["input_ids"]), False)] for at in (0, 1)]
-    load.show(shown)
+    show(shown)
     say(
         f"training: {counted(len(kept), 'text')} by class: "
         + ", ".join(f"{name}: {counts[name]:,}" for name in labels[: classes.SHOWN * 2])

@@ -22,7 +22,7 @@ from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Embed
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
-from ..console import say
+from ..console import say, show
 from ..data import classes, load, report, tokenize, updates
 from ..data.collate import Batch, padded
 from ..parallel import scores
@@ -47,7 +47,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     kept = tokens.select(range(len(tokens) // together * together))
     texts = _texts(found[0])
     shown = [[(f"({side}) ", True), (text, False)] for side, text in zip(SIDES, texts, strict=False)]
-    load.show(shown)
+    show(shown)
     say(
         f"training: {len(kept)} pairs, each with {together * (len(texts) - 1) - 1} other texts as negatives"
         f"{report.left_out(len(found) - len(kept), together)}"

@@ -22,7 +22,7 @@ from ...recipe.methods.grpo import weights_of
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
-from ..console import say
+from ..console import say, show
 from ..data import load, report, thinking, tokenize, updates
 from ..data.collate import Batch
 from ..model.control_tokens import conversation_tokens
@@ -159,7 +159,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     sequences = len(kept) * grpo.group_size * grpo.iterations
     sample = _tokens(tokenizer, kept[0])
     shown = [[(tokenizer.decode(sample), False)]]
-    load.show(shown)
+    show(shown)
     size = updates.Size(len(found), len(kept), sequences, None)
     return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
 

@@ -16,7 +16,7 @@ from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Kto
 from ...recipe.recipe import Recipe
-from ..console import say
+from ..console import say, show
 from ..data import load, report, tokenize, updates
 from ..data.collate import Batch
 from ..parallel import scores
@@ -90,7 +90,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         )
         held_out = None
     shown = tokenize.first_answers(found, tokenizer)
-    load.show(shown)
+    show(shown)
     tokens = tokenize.mapped(found, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     fits = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())

@@ -28,7 +28,7 @@ from ...recipe.methods import Dpo, Orpo, Simpo
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json, write_json
 from .. import distributed
-from ..console import say
+from ..console import say, show
 from ..data import load, tokenize, updates
 from ..data.collate import IGNORED, KEY, Batch
 from ..model.load import load_model
@@ -43,7 +43,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     """Return pairs as the tokens of a prompt and its two answers, without too long or equal ones."""
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_answers(pairs, tokenizer)
-    load.show(shown)
+    show(shown)
     tokens = tokenize.mapped(pairs, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
     if equal := len(tokens) - len(differing):

@@ -258,16 +258,6 @@ def text_part(config: PreTrainedConfig) -> Json:
     return {"config": text, "key_mapping": TEXT_PART}
 
 
-def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the language model that is loaded: the text part's if that is loaded alone.
-
-    transformers loads Qwen3.5's vision-language checkpoints as language models; Gemma 3's keep their tower.
-    """
-    text = config.get_text_config()
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return text if kind is not None and kind.config_class is type(text) else config
-
-
 def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
     """Return the quantisation of weights on loading to 4 bits for `nf4`, or None."""
     if recipe.model.quantization != "nf4":

@@ -24,7 +24,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from peft import PeftModel
 from torch import nn
 from torch.nn.functional import linear
@@ -72,7 +71,14 @@ def apply(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
         if not recipe.model.train_vision:
             processor.freeze(model)
     if recipe.trains_some:
-        _freeze(model, recipe)
+        named = dict(model.named_parameters())
+        counts = {name: getattr(weight, "ds_numel", weight.numel()) for name, weight in named.items()}
+        share = limits.trained_share(recipe, counts)
+        for name, weight in named.items():
+            weight.requires_grad_(recipe.trains(name))
+        trained = [name for name in named if recipe.trains(name)]
+        some = ", ".join(trained[:3]) + (", ..." if len(trained) > 3 else "")
+        say(f"trained: {len(trained)} of {len(named)} weights, {share:.1%} of the parameters: {some}")
     if recipe.method.tiles:  # its trainer gives the model TRL's fused head
         upstream.narrow_loss_tiles(COLUMNS)
     elif tiles_loss(recipe, config.vocab_size):
@@ -138,17 +144,6 @@ def switch_by_batch(model: PreTrainedModel) -> None:
     for module in model.modules() if configs else ():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(switch, with_kwargs=True)
-
-
-def _freeze(model: PreTrainedModel, recipe: Recipe) -> None:
-    named = dict(model.named_parameters())
-    counts = {name: getattr(weight, "ds_numel", weight.numel()) for name, weight in named.items()}
-    share = limits.trained_share(recipe, counts)
-    for name, weight in named.items():
-        weight.requires_grad_(recipe.trains(name))
-    trained = [name for name in named if recipe.trains(name)]
-    some = ", ".join(trained[:3]) + (", ..." if len(trained) > 3 else "")
-    say(f"trained: {len(trained)} of {len(named)} weights, {share:.1%} of the parameters: {some}")
 
 
 def tile_loss(model: PreTrainedModel) -> None:
@@ -259,15 +254,6 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
         raise UserError(
             f"deepspeed={file.name}: compile.passes has {split[0]}, for which a program has to mark its inputs; in a "
             f"recipe write layout.{key}=2, and remove the pass."
-        )
-
-
-def check_active(engine: DeepSpeedEngine, file: DeepSpeedFile) -> None:
-    """Refuse an engine that should be compiled but would train as plain ZeRO, for a reason that DeepSpeed only logs."""
-    if file.deepcompile and not engine.is_deepcompile_active():
-        raise UserError(
-            f"deepspeed={file.name}: DeepSpeed has not activated DeepCompile, and would train as plain "
-            f"ZeRO-{file.stage}; its log has the reason. Use zero{file.stage}.json, or correct the compile block."
         )
 
 

@@ -9,7 +9,6 @@ eight texts, no sampling, and nothing that rounding could turn into another answ
 import contextlib
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -209,18 +208,6 @@ def of_weights(folders: Iterable[Path]) -> str:
             digest.update(f"{name} {part.get_dtype()} {shape}".encode())
             digest.update(row.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def warn_of_other_base(adapter: Path, base: Path) -> None:
-    """Print a warning if an adapter is put on other weights than those which it was trained on."""
-    known = read_json(adapter / base_model.EXPECTED, {}).get("base")
-    if known is None:
-        return
-    with contextlib.suppress(UserError):
-        now = of_weights([base])
-        if len(known) == len(now) and known != now:  # earlier versions wrote shorter ones, of vectors alone
-            text = f"warning: {base} has other weights than the model that {adapter} was trained on"
-            print(f"{text}, so the answers differ from those of the trained model.", file=sys.stderr, flush=True)
 
 
 def digests(folder: Path) -> dict[str, str]:

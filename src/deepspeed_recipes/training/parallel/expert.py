@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups, logger
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusal
 from ...recipe.errors import first_line, first_sentence
@@ -110,7 +111,11 @@ def mixture(recipe: Recipe) -> Mixture:
 
 @cache
 def _mixture(path: str, trust_remote_code: bool) -> Mixture:
-    config = load.language_config(load.config_of(path, trust_remote_code))
+    config = load.config_of(path, trust_remote_code)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # transformers loads Qwen3.5's vision-language checkpoints as language models; Gemma 3's keep their tower.
+    if kind is not None and kind.config_class is type(config.get_text_config()):
+        config = config.get_text_config()
     for name in ("router_jitter_noise", "input_jitter_noise"):  # it multiplies the routers' input in training
         if value := getattr(config, name, 0):
             raise refusal("noisy routers", name=name, value=value, path=path)

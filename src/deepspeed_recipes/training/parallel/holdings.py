@@ -121,8 +121,12 @@ def layer_bytes(engine: DeepSpeedEngine) -> list[Json]:
     """
     named = list(engine.module.named_parameters())
     held = {_storage(part) for _, weight in named for part in _parts(weight)}
-    states = {_storage(one): one for one in _states(engine)}
-    optimizer = sum(one.untyped_storage().nbytes() for key, one in states.items() if key not in held)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    states = [one for group in inner.param_groups for one in group["params"]]  # in fp32, as it updates them
+    states += [one for state in inner.state.values() for one in state.values() if torch.is_tensor(one)]
+    states += getattr(engine.optimizer, "fp32_partitioned_groups_flat", ())
+    storages = {_storage(one): one.untyped_storage().nbytes() for one in states}
+    optimizer = sum(size for key, size in storages.items() if key not in held)
     updated: dict[str, int] = {}
     for name, weight in named:
         if hasattr(weight, "ds_tensor"):
@@ -154,15 +158,6 @@ def _parts(weight: torch.nn.Parameter) -> Iterator[torch.Tensor]:
         yield weight.detach()
     if shard is not None and getattr(shard, "final_location", None) != "nvme":
         yield shard.detach()
-
-
-def _states(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
-    """Yield the optimizer's tensors: moments, and the fp32 weights that it updates."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    for group in inner.param_groups:
-        yield from group["params"]
-    yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
-    yield from getattr(engine.optimizer, "fp32_partitioned_groups_flat", ())
 
 
 def _storage(tensor: torch.Tensor) -> int:
