@@ -116,11 +116,11 @@ def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer
 
 def test_a_kernel_without_a_backward_pass_is_noticed(tokenizer, monkeypatch):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
+    model = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
+    monkeypatch.setattr(probe, "draft_of", lambda *given: model)
     monkeypatch.setattr(probe, "check_dtype", lambda name: torch.bfloat16)
     assert probe.keeps_documents_apart(config, tokenizer, "sdpa")
-    model = probe.draft_of(config, tokenizer, "sdpa", torch.bfloat16)
     model.model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
-    monkeypatch.setattr(probe, "draft_of", lambda *given: model)
     with pytest.raises(ArithmeticError, match="not finite"):
         probe.keeps_documents_apart(config, tokenizer, "sdpa")
 
