@@ -362,6 +362,28 @@ def test_the_old_spelling_of_a_stage_is_understood():
     assert [deepspeed_file.parse({"zero_optimization": on}).stage for on in (False, True)] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("zero", "devices"),
+    [
+        ({"stage": 2, "cpu_offload": True}, ("cpu", "none")),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, ("cpu", "cpu")),
+        ({"stage": 3, "cpu_offload": False, "offload_param": {"device": "nvme"}}, ("none", "nvme")),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, ("cpu", "none")),
+        ({"stage": 0, "cpu_offload": True}, ("none", "none")),
+        ({"stage": "auto", "cpu_offload": True, "cpu_offload_param": True}, ("cpu", "none")),
+    ],
+)
+def test_offloading_is_what_deepspeed_reads(zero, devices):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    file = deepspeed_file.parse({"zero_optimization": zero})
+    assert (file.offload_optimizer, file.offload_parameters) == devices
+    theirs = DeepSpeedZeroConfig(**zero | {"stage": file.stage})  # accelerate replaces "auto"
+    read = [str(block.device) if block else "none" for block in (theirs.offload_optimizer, theirs.offload_param)]
+    used = [device if file.stage >= least else "none" for device, least in zip(read, (1, 3), strict=True)]
+    assert tuple(used) == devices
+
+
 def test_a_pipeline_bubble_is_reported(capsys):
     assert bubble(1, 8) == 0 and bubble(4, 1) == 0.75 and bubble(2, 8) == pytest.approx(1 / 9)
     command = ["tiny", "full", "deepspeed=pipeline.json", "layout.pipeline=2", "--gpus", "2", "--dry-run"]

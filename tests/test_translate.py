@@ -294,6 +294,30 @@ def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):
     alone, eight = (translate.translate(file, gpus) for gpus in (1, 8))
     assert int(eight.overrides["global_batch_size"]) == 2 * int(alone.overrides["global_batch_size"])
     assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= eight.yours.keys()
+    for values, key in ((AXOLOTL, "sequence_parallel_degree"), (TRL, "context_parallel_size")):
+        split = translate.translate(written(place, values | {key: 4}), 8)
+        whole = translate.translate(written(place, values), 2)
+        assert split.overrides["layout.sequence"] == "4"
+        assert split.overrides["global_batch_size"] == whole.overrides["global_batch_size"]
+
+
+@pytest.mark.parametrize("values", [FACTORY, AXOLOTL, TRL])
+@pytest.mark.parametrize("empty", [None, ""])
+def test_a_file_without_a_model_needs_one(place, values, empty):
+    key = "base_model" if "base_model" in values else "model_name_or_path"
+    found = translate.translate(written(place, values | {key: empty}), 1)
+    assert found.model == "MODEL" and key in found.missing["model"]
+
+
+def test_quoted_switches_are_true_in_llama_factory_and_refused(place):
+    with pytest.raises(UserError, match='packing: "false" is text, which is true there'):
+        translate.translate(written(place, FACTORY | {"packing": "false"}), 1)
+
+
+def test_a_deepspeed_file_that_is_not_here_is_taken_by_its_name_and_named(place):
+    found = translate.translate(written(place, FACTORY | {"deepspeed": "my_zero3.json"}), 1)
+    assert found.overrides["deepspeed"] == "zero3.json"
+    assert "deepspeed: my_zero3.json is not here; zero3.json is taken by its name" in found.remarks
 
 
 @pytest.mark.parametrize(
@@ -308,6 +332,11 @@ def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):
         (FACTORY, {"dataset": "ours,theirs"}, "dataset: theirs"),
         (FACTORY, {"a_key_of_tomorrow": 1}, "a_key_of_tomorrow"),
         (FACTORY, {"use_dora": True}, "dora"),  # tiny leaves it out
+        (FACTORY, {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type"),
+        (FACTORY, {"deepspeed": "ours.json"}, "deepspeed"),
+        (AXOLOTL, {"lora_target_modules": ["embed_tokens", "lm_head"]}, "lora_target_modules"),
+        (AXOLOTL, {"datasets": [{"path": "a", "roles_to_train": []}]}, "datasets[0].roles_to_train"),
+        (AXOLOTL, {"datasets": [{"path": "a", "train_on_eos": "none"}]}, "datasets[0].train_on_eos"),
         (AXOLOTL, {"load_in_8bit": True}, "load_in_8bit"),
         (AXOLOTL, {"unfrozen_parameters": ["model.embed_tokens.weight$[:32000]"]}, "unfrozen_parameters"),
         (AXOLOTL, {"optimizer": "came_pytorch"}, "optimizer"),
@@ -323,6 +352,7 @@ def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, ke
     assert f"\n  {key}: " in shown
 
 
+GRPO = {"base_model": "Qwen/Qwen3-0.6B", "rl": "grpo", "datasets": [{"path": "ours.jsonl"}]}
 LAYERS = {"finetuning_type": "freeze", "freeze_trainable_layers": -2, "freeze_trainable_modules": "mlp, "}
 WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10, "min_lr_ratio": 0.1}}
 
@@ -330,6 +360,12 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
 @pytest.mark.parametrize(
     ("tool", "change", "expected"),
     [
+        (FACTORY, {"lora_target": ["q_proj", "v_proj"]}, {"lora.target_modules": "q_proj,v_proj"}),
+        (AXOLOTL, {"sample_packing": "false", "train_on_inputs": "False"}, {"packing": "false"}),
+        (TRL, {"use_peft": "true", "packing": "false"}, {"packing": "false", "lora.rank": "16"}),
+        (TRL, {"loss_type": "simpo", "cpo_alpha": 0, "use_peft": True}, {"simpo.beta": "0.1"}),
+        (GRPO, {"trl": {"reward_funcs": "mine.score"}}, {"reward": "mine.py:score", "grpo.loss": "dapo"}),
+        (GRPO, {"trl": {"reward_funcs": ["mine.score"], "scale_rewards": False}}, {"grpo.scale": "none"}),
         (FACTORY, {"train_on_prompt": True}, {"loss_on": "all", "truncate": "true"}),
         (FACTORY, {"mask_history": True, "packing": True}, {"loss_on": "last"}),
         (FACTORY, WSD, {"schedule.kind": WSD["lr_scheduler_type"], "schedule.decay": "10", "schedule.min_rate": "0.1"}),
@@ -637,6 +673,7 @@ def test_what_a_list_of_data_sets_says_is_used_or_named(place):
         ({"shuffle_dataset": False, "num_generations": 4}, "shuffle_dataset", "always shuffled"),
         ({"use_bias_correction_kl": False, "num_generations": 4}, "use_bias_correction_kl", "unless this is false"),
         ({"disable_dropout": False, "loss_type": "sigmoid"}, "disable_dropout", "dropout is off in dpo"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices", "every token of a step counts"),
     ],
 )
 def test_what_is_on_by_default_there_is_not_off_as_here(place, values, key, said):

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from ..recipe.deepspeed_file import SWITCHES
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.run_folder import read_json
@@ -201,7 +202,7 @@ class Config:
     def offload_device(self, what: str) -> str | None:
         """Return the device of `offload_optimizer` or `offload_param`, or None without offload."""
         device = self.text("zero_optimization", what, "device")
-        if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
+        if device is None and self.on("zero_optimization", SWITCHES[what]):
             return "cpu"
         return None if device in (None, "none", "auto") else device
 

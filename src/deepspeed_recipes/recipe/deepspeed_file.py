@@ -38,7 +38,7 @@ class DeepSpeedFile:
     """Largest number of weights that ZeRO-3 still holds whole at the end of the forward pass, and does not gather again
     for the backward pass."""
     offload_optimizer: Device = "none"
-    """Stages 2 and 3."""
+    """Stages 1 to 3."""
     offload_parameters: Device = "none"
     """Stage 3."""
     tensor_size: int = 1
@@ -75,7 +75,8 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
     expert = _block(content, "expert_parallel")
     switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
     passes = _block(content, "compile").get("passes")
-    stage = int(switch) if isinstance(switch, bool) else _number(zero.get("stage"), 0)
+    given = 2 if zero.get("stage") == "auto" else zero.get("stage")  # by accelerate, which starts the engine
+    stage = int(switch) if isinstance(switch, bool) else _number(given, 0)
     # DeepSpeed keeps a weight that it uses again within `stage3_max_reuse_distance` elements, and half of this distance
     # lies before the end of the model, since the backward pass starts with the last weights. It also gathers ahead, at
     # least one matrix at each module, up to `stage3_max_live_parameters`. A layer has more modules than matrices, so
@@ -90,7 +91,7 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
         stage=stage,
         partition_size=_number(zero.get("zero_hpz_partition_size"), 1) if stage == 3 else 1,
         kept_weights=max(reuse // 2, prefetched),
-        offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",
+        offload_optimizer=_device(zero, "offload_optimizer") if stage >= 1 else "none",
         offload_parameters=_device(zero, "offload_param") if stage == 3 else "none",
         tensor_size=_number(tensor.get("autotp_size"), 1),
         sequence_size=_number(content.get("sequence_parallel_size"), 1),
@@ -152,6 +153,10 @@ def _number(value: Any, default: int) -> int:
         return default
 
 
+SWITCHES = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+"""The old switches, which DeepSpeed reads as blocks with the device `cpu`."""
+
+
 def _device(zero: JsonView, key: str) -> Device:
-    device = _block(zero, key).get("device", "none")
+    device = _block(zero, key).get("device", "cpu" if zero.get(SWITCHES[key]) is True else "none")
     return device if device in ("cpu", "nvme") else "none"

@@ -352,7 +352,7 @@ def unknown(key: str, known: list[str], method: str = "") -> str:
 
 def answer(name: str) -> str | None:
     """Return what to do instead of setting another tool's key that has no equivalent."""
-    tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "yours", "missing"))
+    tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "on", "yours", "missing"))
     return next(filter(None, (listed(name, table) for table in (OTHER_TOOLS["words"], *tables))), None)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import sys
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from ...planning.search import forecast, model_recipe, plans, strategies
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
 from ...recipe.errors import UserError
+from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ..main import Parser
 
@@ -133,6 +135,12 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         )
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
+    if "deepspeed" in keys and recipe.deepspeed not in os.listdir(CONFIGS):
+        strategies.template(recipe.deepspeed, hardware)  # refuses a name that is no file
+        from ...config import lint  # with all rules; files in configs/ need none
+
+        if error := lint.first_error(lint.lint(recipe.deepspeed), recipe.deepspeed):
+            raise UserError(error)
     if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
         # Sizes that are impossible whatever the planner chooses for the others.
         given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}

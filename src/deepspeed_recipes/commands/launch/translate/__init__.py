@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ....recipe import deepspeed_file, files, limits, overrides, pages
 from ....recipe.errors import UserError, first_line, of_system, redact
@@ -32,8 +33,9 @@ OF_SOME_MODELS = ("model.", "data.max_pixels=", "layout.expert=", "router_aux_lo
 OF_LLAMA_FACTORY = {"stage", "finetuning_type", "template", "dataset_dir"}
 OF_TRAINING_ARGUMENTS = {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"}
 """Keys of which a file has at least one; LLaMA-Factory's have `model_name_or_path` as well."""
-SWIFT = {"train_type", "tuner_type"}
+SWIFT = {"train_type", "tuner_type", "rlhf_type", "freeze_vit", "freeze_aligner", "split_dataset_ratio", "use_hf"}
 """Keys that only ms-swift's files have."""
+SWITCHES = {"true": True, "false": False}
 SUFFIXES = (".yaml", ".yml", ".json")
 WIDTH = 116
 
@@ -75,17 +77,29 @@ def translate(file: Path, gpus: int) -> Translation:
         values["deepspeed"] = str(next(filter(Path.is_file, places), given))
     try:
         if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
+            for name, value in values.items():
+                if isinstance(value, str) and value.lower() in SWITCHES:
+                    raise UserError(f'{name}: "{value}" is text, which is true there; write it without the quotes.')
             found = llama_factory.translate(values, gpus, file.parent)
         elif "base_model" in values:
-            found = axolotl.translate(values, gpus)
+            found = axolotl.translate(_unquoted(values), gpus)
         elif OF_TRAINING_ARGUMENTS & values.keys() and not SWIFT & values.keys():
-            found = trl.translate(values, gpus)
+            found = trl.translate(_unquoted(values), gpus)
         else:
             raise UserError(_unknown(values))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     found.gpus = gpus
     return found
+
+
+def _unquoted(value: Any) -> Any:
+    """Return a value with `"true"` and `"false"` in quotes as what they say, as Axolotl and TRL read them."""
+    if isinstance(value, dict):
+        return {name: _unquoted(inside) for name, inside in value.items()}
+    if isinstance(value, list):
+        return [_unquoted(inside) for inside in value]
+    return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def read(file: Path) -> Json:

@@ -6,10 +6,10 @@ Names and defaults: its src/axolotl/utils/schemas, in the version of July 2026.
 import re
 
 from ....recipe.files import Json, JsonView
-from ....recipe.overrides import OTHER_TOOLS, key_of
+from ....recipe.overrides import OTHER_TOOLS, key_of, listed
 from ....recipe.samples import ROLES
-from . import trainer
-from .translation import ADAPTERS, Translation, as_text
+from . import trainer, trl
+from .translation import ADAPTERS, Translation, as_text, words_of
 
 DEFAULTS: Json = trainer.DEFAULTS | OTHER_TOOLS["axolotl"]["defaults"]
 SETS = ("datasets", "test_datasets", "pretraining_dataset")
@@ -29,8 +29,7 @@ LANGUAGE = re.compile(
 def translate(values: JsonView, gpus: int) -> Translation:
     """Translate the settings of a file for a run on `gpus` GPUs."""
     found = Translation("Axolotl", _flat(values), DEFAULTS)
-    found.model = str(found.take("base_model"))
-    found.note("base_model", "the model")
+    found.name_model("base_model")
     if found.given("batch_size") and not found.given("gradient_accumulation_steps"):  # of one GPU, there
         micro = trainer.number(found.take("micro_batch_size") or 1, "micro_batch_size")
         found.defaults["gradient_accumulation_steps"] = int(trainer.number(values["batch_size"], "batch_size") // micro)
@@ -94,17 +93,18 @@ def _method(found: Translation, values: JsonView) -> None:
         beta = found.take("rl_beta", "dpo_beta", "orpo_alpha")
         if found.method != "grpo":
             found.set(f"{found.method}.beta", beta or 0.1, "rl_beta", "dpo_beta", "orpo_alpha")
-        if found.method == "simpo" and values.get("cpo_alpha") != 0:
-            found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
-        settings = (values.get("trl") or {}) if found.method == "grpo" else {}
+        if found.method == "simpo":
+            found.settle_imitation(values.get("cpo_alpha", 1))
+        given = (values.get("trl") or {}) if found.method == "grpo" else {}
+        settings = trl.METHODS["grpo"] | given if found.method == "grpo" else {}
         for name, value in settings.items():
             if name == "reward_funcs":
-                functions = [one.rpartition(".") for one in value]
-                files = [f"{module.replace('.', '/')}.py:{function}" for module, _, function in functions]
-                found.set("reward", files, "trl.reward_funcs")
+                found.set_rewards("trl.reward_funcs", value)
+            elif name == "scale_rewards":
+                found.set("grpo.scale", trl.SCALES.get(str(value), value), "trl.scale_rewards")
             elif (key := key_of(name, "grpo")).startswith("grpo.") and value is not None:
                 found.set(key, value, f"trl.{name}")
-            elif value not in (None, False):
+            elif name in given and value not in (None, False):
                 found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
     elif rl:
         found.lack("rl", f"{rl}: there are {', '.join(METHODS)}")
@@ -136,7 +136,9 @@ def _adapter(found: Translation) -> None:
             else:
                 found.lack("lora_target_modules", "a pattern: name the modules with lora.target_modules=a,b")
         else:
-            if linear and targets:
+            if outside := [name for name in words_of(targets) if re.search("emb|head|wte|wpe", name)] if linear else []:
+                found.lack("lora_target_modules", f"all-linear has no {', '.join(outside)}; name all modules")
+            elif linear and targets:
                 found.note("lora_target_modules", "all-linear has them")
             found.set("lora.target_modules", "all-linear" if linear or not targets else targets, name)
         if found.values.get("peft_init_lora_weights") == "pissa":
@@ -319,10 +321,14 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             ("train_on_eos", ("turn",)),
             ("chat_template", ("tokenizer_default", found.values.get("chat_template"))),
         ):
-            if entry.get(key) and key == "roles_to_train" and found.given("train_on_inputs"):
+            if entry.get(key) is None:
+                continue
+            if key == "roles_to_train" and found.given("train_on_inputs"):
                 found.lack(f"{start}{key}", "train_on_inputs became loss_on=all, which is for all sources")
-            elif entry.get(key) and entry[key] in usual:
+            elif entry[key] in usual:
                 found.note(f"{start}{key}", "the same here")
+            else:
+                found.lack(f"{start}{key}", listed(key, OTHER_TOOLS["axolotl_dataset"]["missing"]) or "")
     if roles:
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()))
     if renamed:

@@ -3,7 +3,6 @@
 Names and defaults: its src/llamafactory/hparams and data/README.md, in the version of October 2026.
 """
 
-import math
 from pathlib import Path
 
 from ....recipe.errors import UserError
@@ -17,8 +16,6 @@ from .translation import ADAPTERS, Translation, words_of
 
 DEFAULTS = trainer.DEFAULTS | OTHER_TOOLS["llama_factory"]["defaults"]
 METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
-MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-"""Its keys for the GPUs that share a copy of the model."""
 OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
 ENTRY = (
     *(
@@ -47,10 +44,8 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     for name, instead in (("export_dir", "export RUN --merge"), ("infer_backend", "generate or serve")):
         if name in values and not {"stage", "dataset"} & values.keys():
             raise UserError(f"{name}: this file does not train; use ds-recipes {instead}.")
-    found.model = str(found.take("model_name_or_path"))
-    found.note("model_name_or_path", "the model")
-    shared = math.prod(trainer.number(found.take(name) or 1, name) for name in MEGATRON)
-    trainer.settings(found, max(1, int(gpus // shared)))
+    found.name_model("model_name_or_path")
+    trainer.settings(found, gpus)
     if found.given("use_muon"):
         found.set("optimizer", "muon", "use_muon")
         found.overrides["max_grad_norm"] = "0"
@@ -110,8 +105,8 @@ def _method(found: Translation) -> None:
             found.lack("quantization_bit", f"{bits}: base weights are in 4 bits (nf4) or whole")
         found.defaults["lora_alpha"] = int(2 * trainer.number(found.take("lora_rank"), "lora_rank"))
         trainer.adapters(found)
-        target = str(found.take("lora_target"))
-        found.set("lora.target_modules", "all-linear" if target == "all" else target, "lora_target")
+        targets = words_of(found.take("lora_target"))
+        found.set("lora.target_modules", "all-linear" if targets == ["all"] else targets, "lora_target")
         found.set_if_given("pissa_init", "lora.init", "pissa")
         found.note("finetuning_type", found.adapter)
     elif kind == "full":

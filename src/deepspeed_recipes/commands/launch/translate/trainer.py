@@ -3,18 +3,21 @@
 Sources: transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig and peft.LoraConfig of the pinned versions.
 """
 
+import math
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ....recipe.errors import UserError
+from ....recipe.errors import UserError, counted
 from ....recipe.files import Json
-from ....recipe.overrides import OTHER_TOOLS
+from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import PerEpoch, Schedule
 from ....recipe.sections import OUR_OPTIMIZERS, PAGED, why_impossible
 from .translation import Translation, as_text
 
 DEFAULTS: Json = OTHER_TOOLS["trainer"]["defaults"]
+SHARED = ("layout.tensor", "layout.pipeline", "layout.sequence")
+"""The number of GPUs that work on the same sequences."""
 SCHEDULES = get_args(get_type_hints(Schedule)["kind"])
 SCHEDULE_OPTIONS = {
     "min_lr_rate": "schedule.min_rate",
@@ -34,10 +37,14 @@ def settings(found: Translation, gpus: int) -> None:
     accumulated = found.take("gradient_accumulation_steps")
     sources = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
     found.set("micro_batch_size", micro, *sources[:2])
+    copies = [name for name in found.values if FOREIGN_NAMES.get(name) in SHARED and found.given(name)]
+    shared = math.prod(_whole(found.values[name], name) for name in copies)  # GPUs that read the same sequences
+    gpus = max(1, gpus // shared)
     batch = _whole(micro, _typed(found, *sources[:2])) * _whole(accumulated, sources[2]) * gpus
     found.set("global_batch_size", batch, *sources)
     found.remarks.append(
-        f"global_batch_size counts all GPUs: {micro} x {accumulated} x {gpus} GPU{'s'[: gpus != 1]}; "
+        f"global_batch_size counts all GPUs: {micro} x {accumulated} x {counted(gpus, 'GPU')}"
+        f"{' with sequences of their own (' + ', '.join(copies) + ')' if shared > 1 else ''}; "
         "with another number give --gpus N together with --from"
     )
     if found.given("max_steps") and number(found.take("max_steps"), "max_steps") > 0:
@@ -212,6 +219,11 @@ def _sharding(found: Translation) -> None:
             known = f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else None
             known = shipped.get(path.with_suffix("").as_posix(), known)
             ours = known or next((mine for part, mine in shipped.items() if part in name), file)
+            if ours == file:
+                found.lack("deepspeed", f"{file} is not here; give deepspeed=FILE")
+                return
+            if not known:
+                found.remarks.append(f"deepspeed: {file} is not here; {ours} is taken by its name")
             kind = found.overrides.get("optimizer", "adamw")
             if "_offload" in ours and kind != "adamw":
                 found.remarks.append(f"deepspeed: {file} offloads the optimizer there, which {kind} cannot do here")

@@ -106,6 +106,29 @@ class Translation:
                     "lora.modules_to_save=embed_tokens,lm_head"
                 )
 
+    def name_model(self, key: str) -> None:
+        """Take the model from the file's key, or record that it is needed."""
+        self.model = str(self.take(key) or "MODEL")
+        if self.given(key):
+            self.note(key, "the model")
+        else:
+            self.lack("model", f"{key} names none: put its folder or Hub id in place of MODEL")
+
+    def set_rewards(self, key: str, functions: object) -> None:
+        """Set the reward functions from a list of, or a text with, names such as `module.function`."""
+        named = [name.rpartition(".") for name in words_of(functions)]
+        if named and all(module for module, _, _ in named):
+            self.set("reward", [f"{module.replace('.', '/')}.py:{name}" for module, _, name in named], key)
+        elif named:
+            self.lack(key, "TRL's own functions: write them to a file, and give reward=FILE.py:FUNCTION")
+
+    def settle_imitation(self, alpha: object) -> None:
+        """Record SimPO's `cpo_alpha`, the weight with which TRL also imitates the better answers."""
+        if alpha:
+            self.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
+        else:
+            self.note("cpo_alpha", "as always")
+
     def note(self, name: str, became: str) -> None:
         """Record what the file's key `name` has become; twice if it has become two things."""
         before = self.translated.get(name)
@@ -159,7 +182,8 @@ class Translation:
         for name in sorted(set(self.values) - named):
             inside = name.partition("].")[2]  # of `datasets[0].shards`
             if not self.given(name):
-                if self.values[name] is False and (why := listed(name, OTHER_TOOLS[tool].get("on", {}))):
+                on = OTHER_TOOLS[tool]["on"] | OTHER_TOOLS["trainer"]["on"]
+                if self.values[name] is False and (why := listed(name, on)):
                     self.missing[name] = why
                 else:
                     self.off.append(name)

@@ -18,6 +18,8 @@ TRL = OTHER_TOOLS["trl"]
 DEFAULTS = trainer.DEFAULTS | TRL["defaults"]
 METHODS: dict[str, Json] = TRL["methods"]
 """The methods, and the defaults of their configurations."""
+SCALES = {"True": "group", "False": "none"}
+"""`scale_rewards` -> `grpo.scale`, where they differ."""
 PEFT_TARGETS = "q_proj,v_proj"
 
 
@@ -38,11 +40,7 @@ def translate(values: JsonView, gpus: int) -> Translation:
         found.remarks.append(f"the file does not name its method: it is read as one for `trl {method}`")
     if "method" in given:
         found.note("method", method)
-    found.model = str(found.take("model_name_or_path") or "MODEL")
-    if "model_name_or_path" in values:
-        found.note("model_name_or_path", "the model")
-    else:
-        found.lack("model", "TrainingArguments have no model: put its folder or Hub id in place of MODEL")
+    found.name_model("model_name_or_path")
     if own and found.given("fp16"):
         found.defaults["bf16"] = False
     trainer.settings(found, gpus)
@@ -122,21 +120,15 @@ def _losses(found: Translation) -> None:
                 "loss_on: without assistant_only_loss, TRL learns all tokens of conversations, but of prompts and "
                 "completions only the completions; for such data, give loss_on=assistant"
             )
-    elif found.method == "simpo" and found.take("cpo_alpha"):
-        found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
+    elif found.method == "simpo":
+        found.settle_imitation(found.take("cpo_alpha"))
     elif found.method == "grpo":
         scale = found.take("scale_rewards")
-        found.set("grpo.scale", {"True": "group", "False": "none"}.get(str(scale), scale), "scale_rewards")
+        found.set("grpo.scale", SCALES.get(str(scale), scale), "scale_rewards")
         length = int(trainer.number(found.take("max_completion_length"), "max_completion_length"))
         found.set("sequence_length", 1024 + length)
         found.remarks.append(f"sequence_length: room for prompts of 1024 tokens before answers of {length}")
-        names = found.take("reward_funcs") or []
-        files = [str(one).rpartition(".") for one in (names if isinstance(names, list) else [names])]
-        if files and all(module for module, _, _ in files):
-            paths = [f"{module.replace('.', '/')}.py:{function}" for module, _, function in files]
-            found.set("reward", paths, "reward_funcs")
-        elif files:
-            found.lack("reward_funcs", "TRL's own functions: write them to a file, and give reward=FILE.py:FUNCTION")
+        found.set_rewards("reward_funcs", found.take("reward_funcs"))
 
 
 def _adapter(found: Translation) -> None:
@@ -151,6 +143,8 @@ def _adapter(found: Translation) -> None:
     trainer.adapters(found)
     if bits:
         found.set("model.quantization", "nf4", "load_in_4bit")
+        if "use_bnb_nested_quant" not in found.values:
+            found.remarks.append("load_in_4bit: with double quantization, as with use_bnb_nested_quant: true")
     targets = found.take("lora_target_modules")
     if isinstance(targets, list) and len(targets) == 1:
         targets = targets[0]
