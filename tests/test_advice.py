@@ -11,8 +11,10 @@ from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.planning.search.strategies import plan_request, search
-from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe import deepspeed_file, overrides, own_code, pages
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.training.data import text_files
+from deepspeed_recipes.training.data.forms import formats
 from tests.tiers import tiered
 
 FAULTS = (
@@ -98,7 +100,10 @@ def refusal(name, variant, ranks, words):
             recipe = paths.locate(overrides.apply(pages.find(name, variant), words))
             preflight.check_config(recipe, ranks, ranks)
             preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks)
-            preflight._check_options(recipe)
+            for key, found in own_code.of_recipe(recipe).items():
+                own_code.check_files(key, found)
+            formats.reading_of(recipe.data)
+            text_files.weights(recipe.data)
         except UserError as error:
             return str(error)
     return None

@@ -53,8 +53,7 @@ def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_har
     recipe = pages.find("llama3-70b", "lora")
     plan = extremes.smallest_unchanged(recipe)
     assert plan.fits and plan.recipe == recipe and (plan.setup.world_size, plan.cluster.gpu.name) == (4, "H100")
-    smaller = [*extremes.ladder(1)]
-    for cluster in smaller[: smaller.index(plan.cluster)]:
+    for cluster in (*(Cluster(gpus.find(name)) for name in extremes.SINGLE), Cluster(gpus.find("H100"), 2)):
         assert not evaluate(plan_request(recipe, cluster), recipe).fits
     assert in_the_table("llama3-70b", "lora") == f"4 x H100 ({plan.gpu_gib:.0f})"
     layout = extremes.smallest_unchanged(pages.find("bloom-176b", "pipeline"))

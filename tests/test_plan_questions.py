@@ -42,6 +42,11 @@ def screen(*words):
     return printed.getvalue()
 
 
+def told(*words):
+    """Return the same without line breaks."""
+    return " ".join(screen(*words).split())
+
+
 # The questions in scripts/README.md.
 
 QUESTIONS = re.findall(
@@ -274,17 +279,20 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu, 
     assert result.best and result.best.setup.sequence_length == found.recipe.sequence_length > 4096
     longer = found.recipe.sequence_length * 17 // 16 // 1024 * 1024 + 1024
     assert search(replace(request, recipe=replace(request.recipe, sequence_length=longer))).best is None
-    assert "to within about 6 %" in extremes.longest_in_words(found, result.best)
+    words = (name, method, "--gpu", gpu, "--longest", "--host-memory")
+    assert "(to within about 6 %; with a longer one, the high end of the memory range would not fit)." in told(
+        *words, "200G"
+    )
     without = extremes.longest(asked(name, method, gpu, gpus, host_memory=0))
     unknown = without.request
     assert without.best and not without.best.tier and unknown.recipe.sequence_length <= found.recipe.sequence_length
-    assert "without offloading, which counts if" in extremes.longest_in_words(unknown, without.best)
+    assert "without offloading, which counts if --host-memory is given)." in told(*words, "0")
 
 
 def test_no_sequence_is_longer_than_the_model_can_read():
     result = extremes.longest(asked("llama3-1b"))
     assert result.best and result.request.recipe.sequence_length == 131072
-    assert "the model has no more positions" in extremes.longest_in_words(result.request, result.best)
+    assert "has 131,072 tokens (the model has no more positions)." in told("llama3-1b", *EIGHT, "--longest")
 
 
 # Which hardware.

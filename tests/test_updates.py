@@ -16,7 +16,6 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from deepspeed_recipes.commands import launch
-from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
@@ -160,13 +159,13 @@ def test_the_advice_is_accepted_by_every_method(variant, ranks, family):
     for examples in (1, 3, 8, 12, 40, 95, 96, 200, 500):
         for batch in (recipe.global_batch_size * ranks, recipe.global_batch_size * ranks * 4):
             asked = replace(recipe, global_batch_size=batch, max_steps=None, epochs=1)
-            said = preflight.few_updates(asked, examples, ranks)
+            sequences = examples * (asked.method.group_size * asked.method.iterations if variant == "grpo" else 1)
+            said = updates.advice(asked, updates.Size(examples, sequences, sequences, None), ranks)
             ways = re.search(r"use (.*)\.$", said or "")
             for way in ways[1].split(", or ") if ways else ():
                 mended = overrides.apply(asked, way.split())
                 gradient_accumulation_steps(mended, ranks)
                 assert mended.micro_batch_size >= mended.method.least_micro_batch, way
-                sequences = examples * (mended.method.group_size * mended.method.iterations if variant == "grpo" else 1)
                 assert updates.in_all(mended, sequences) >= updates.ENOUGH, (examples, way)
                 if variant in ("grpo", "embed"):
                     assert sequences >= mended.global_batch_size, "a step is always whole"

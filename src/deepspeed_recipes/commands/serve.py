@@ -14,6 +14,7 @@ import argparse
 import json
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log is not None:
         files.check_writable("--log", options.log)
     found = served.find(options.model, options.name, options.adapter)
-    process.check_port(options.host, options.port)
+    if not 0 < options.port < 65536:
+        raise UserError(f"--port {options.port}: must be between 1 and 65535.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.host, options.port))
+        except (OSError, OverflowError, TypeError) as error:
+            what = f"--host {options.host} --port {options.port}: {error}"
+            raise UserError(f"{what}; choose another with --host or --port N.") from None
     engine = engines.choose(options.engine, found)
     split = engines.Split(options.tensor_parallel, options.pipeline_parallel)
     engines.check_split(engine, found, split)

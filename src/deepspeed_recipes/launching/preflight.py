@@ -22,10 +22,10 @@ from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, bubble, draft_key_value_heads, gradient_accumulation_steps
-from ..recipe.methods import Distill, Grpo
+from ..recipe.methods import Distill
 from ..recipe.project import SAMPLES, python_path
 from ..recipe.recipe import Data, Recipe, names
-from ..training.data import classes, images, text_files, updates
+from ..training.data import classes, images, text_files
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
 from ..training.model_folder import weights
@@ -205,8 +205,12 @@ def check_data(recipe: Recipe, listed: bool = False) -> int | None:
     also those of folders with splits and of Hub datasets; if only they can count them, the result is None. `listed`
     prints the keys of examples that nothing reads, as the ranks do.
     """
-    _check_options(recipe)
-    code = [one for key, found in own_code.of_recipe(recipe).items() if key != "reward" for one in found]
+    own = own_code.of_recipe(recipe)
+    for key, functions in own.items():
+        own_code.check_files(key, [one for one in functions if _is_here(one)])
+    text_files.weights(recipe.data)  # this and the next line refuse what they cannot read
+    formats.reading_of(recipe.data)
+    code = [one for key, functions in own.items() if key != "reward" for one in functions]
     if not code:
         return _checked_data(recipe, listed)
     if importlib.util.find_spec("torch") is None or not all(map(_is_here, code)):  # only the cluster has them
@@ -222,7 +226,7 @@ def check_data(recipe: Recipe, listed: bool = False) -> int | None:
     try:
         found: int | str | None = json.loads(done.stdout)
     except ValueError:
-        shown = ", ".join(f"{key}={one}" for key, ones in own_code.of_recipe(recipe).items() for one in ones)
+        shown = ", ".join(f"{key}={one}" for key, functions in own.items() for one in functions)
         raise UserError(f"{shown}: the process that tried this code ended with status {done.returncode}.") from None
     if isinstance(found, str):
         raise UserError(found)
@@ -352,27 +356,6 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
     elif training and examples == "labelled texts":
         classes.check("data.path", training)
         classes.check_known("data.validation", known.get("data.validation", ()), training)
-
-
-def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
-    """Return a warning about the number of updates, or None if there is no problem or the number is not known yet.
-
-    The number is known if each example is one sequence; only the ranks can count packed or cut sequences.
-    """
-    if examples is None or recipe.packing or recipe.method.name == "pretrain" or recipe.data.weights:
-        return None
-    sequences = examples
-    if isinstance(recipe.method, Grpo):  # a sequence is an answer
-        sequences *= recipe.method.group_size * recipe.method.iterations
-    return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
-
-
-def _check_options(recipe: Recipe) -> None:
-    data = recipe.data
-    for key, found in own_code.of_recipe(recipe).items():
-        own_code.check_files(key, [one for one in found if _is_here(one)])
-    text_files.weights(data)
-    formats.reading_of(data)
 
 
 def check_file(

@@ -1,7 +1,7 @@
 """Fills the templates of job scripts and manifests; a filter quotes every value.
 
 `shell` quotes for a POSIX shell, `yaml` writes a value as YAML, `yaml_block` writes text of several lines as a readable
-indented block, and `python` writes a Python literal. `literal` keeps Kubernetes from replacing `$(NAME)`.
+indented block, and `python` writes a Python literal.
 """
 
 import json
@@ -45,19 +45,13 @@ def _environment(folder: Path) -> "Environment":
         keep_trailing_newline=True,
         autoescape=False,  # the filters quote
     )
-    environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "literal": literal}
-    environment.filters["python"] = repr
+    environment.filters |= {"shell": shell, "yaml": yaml_scalar, "yaml_block": yaml_block, "python": repr}
     return environment
 
 
 def shell(value: object) -> str:
     """Return a value as one word of a POSIX shell."""
     return shlex.quote(str(value))
-
-
-def literal(text: str) -> str:
-    """Return text for a pod's variable or command, escaped so that Kubernetes replaces nothing in it."""
-    return text.replace("$", "$$")
 
 
 def yaml_scalar(value: object) -> str:

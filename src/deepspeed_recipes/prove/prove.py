@@ -1,6 +1,7 @@
 """Proves the techniques and runs the scripts for known defects, one after another, on this machine's ranks."""
 
 import json
+import multiprocessing
 import os
 import re
 import time
@@ -67,7 +68,8 @@ def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
     prepared = partial(shop.ranks.run, _prepare, str(shop.folder), kinds, world_size=1, log=log, timeout=LIMIT)
     statuses = prepared()
     if any(statuses) and any(FORKED in text for text in read_logs(log)):
-        shop.ranks.spawn()  # some library uses the GPU while it is imported
+        # Some library uses the GPU while it is imported: ranks are new processes that import everything from now on.
+        shop.ranks.context = multiprocessing.get_context("spawn")
         statuses = prepared()
     if any(statuses):
         raise UserError(f"--prove: the plain loop itself failed: {why(read_logs(log), statuses)}")
@@ -194,7 +196,14 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
         environment = read_json(folder / "environment.json")
     environment |= {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
     if not to_screen:
-        print_findings(console, environment, proven, found)
+        packages = [f"{name} {environment['packages'][name]}" for name in STACK if name in environment["packages"]]
+        where = f"{ranks} ranks on {', '.join(sorted(set(environment['gpus']))) or 'CPU'}, {environment['backend']}"
+        console.print(f"{', '.join(packages)}; {where}", highlight=False)
+        if proven:
+            console.print(_table("technique", "compared with the plain loop", proven))
+        if found:
+            console.print(_table("known defect", "observed, without the recipes", found))
+        console.print(summary(proven, found), highlight=False)
     for defect, finding in zip(looked_for, found, strict=True):
         if reports and finding.state == "present":
             own = reports / defect.name
@@ -202,18 +211,17 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
             (own / SCRIPT).write_text(defect.script, encoding="utf-8")
             (own / REPORT).write_text(report(defect, finding, environment), encoding="utf-8")
             console.print(f"report: {own}", highlight=False, soft_wrap=True)
-    if result_file:
-        result = {
-            "environment": dict(environment),
-            "techniques": [asdict(one) for one in proven],
-            "defects": [asdict(one) for one in found],
-            "seconds": round(time.monotonic() - begun, 1),
-            "status": exit_status(proven),
-        }
-        if to_screen:
-            print(json.dumps(result, indent=2))
-        else:
-            write_json(Path(result_file), result)
+    result = {
+        "environment": dict(environment),
+        "techniques": [asdict(one) for one in proven],
+        "defects": [asdict(one) for one in found],
+        "seconds": round(time.monotonic() - begun, 1),
+        "status": exit_status(proven),
+    }
+    if to_screen:
+        print(json.dumps(result, indent=2))
+    elif result_file:
+        write_json(Path(result_file), result)
     return exit_status(proven)
 
 
@@ -251,21 +259,6 @@ def announced(status: Status, what: Sequence[Named]) -> Iterator[Named]:
 COLOURS = {"equal": "green", "absent": "green", "present": "yellow", "different": "bold red", "failed": "bold red"}
 REPORT = "report.md"
 STACK = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
-
-
-def print_findings(
-    console: Console, environment: Json, techniques: Sequence[Finding], defects: Sequence[Finding]
-) -> None:
-    """Print the versions and devices in a line, the tables and a summary line."""
-    packages = [f"{name} {environment['packages'][name]}" for name in STACK if name in environment["packages"]]
-    where = ", ".join(sorted(set(environment["gpus"]))) or "CPU"
-    ranks = f"{environment['ranks']} ranks on {where}, {environment['backend']}"
-    console.print(f"{', '.join(packages)}; {ranks}", highlight=False)
-    if techniques:
-        console.print(_table("technique", "compared with the plain loop", techniques))
-    if defects:
-        console.print(_table("known defect", "observed, without the recipes", defects))
-    console.print(summary(techniques, defects), highlight=False)
 
 
 def _table(kind: str, detail: str, findings: Sequence[Finding]) -> Table:

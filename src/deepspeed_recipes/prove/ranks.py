@@ -35,10 +35,6 @@ class Ranks:
         for process in multiprocessing.active_children():
             process.kill()
 
-    def spawn(self) -> None:
-        """From now on start ranks as new processes that import everything, for libraries that do not survive a fork."""
-        self.context = multiprocessing.get_context("spawn")
-
     def start(
         self, function: Callable[..., Any], *arguments: object, world_size: int = 2, log: Path, port: int | None = None
     ) -> list[Any]:

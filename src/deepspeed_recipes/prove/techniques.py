@@ -4,7 +4,6 @@ The plain loop and the compared run share their settings, which take seconds and
 """
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from ..recipe.files import Json, JsonView
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Data, Layout, Lora, Model, Recipe, Schedule, Wandb
+from ..recipe.run_folder import write_jsonl
 from ..recipe.samples import TINY_MODEL
 
 
@@ -210,7 +210,7 @@ STEEP = 0.2
 def conversations(path: Path) -> Path:
     """Write eight conversations whose answers differ in length, so that a wrong weighting is detected."""
     rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(path, rows)
     return path
 
 

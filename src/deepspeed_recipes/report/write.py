@@ -48,14 +48,8 @@ def render(document: Document) -> str:
     spelled out.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     from . import charts
-
-    def svgs(chart: Chart, name: str) -> Iterator[tuple[str, object]]:
-        """Yield (name of the axis, SVG) for a chart: linear, and logarithmic if the chart offers it."""
-        for axis in ("linear", "log") if chart.log else ("linear",):
-            yield axis, Markup(charts.svg(chart, f"{name}-{axis}", axis == "log"))
 
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -65,7 +59,7 @@ def render(document: Document) -> str:
         autoescape=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.globals |= {"kind": lambda block: type(block).__name__.lower(), "svgs": svgs}
+    environment.globals |= {"kind": lambda block: type(block).__name__.lower(), "svg": charts.svg}
     template = environment.get_template("page.html.jinja")
     return template.render(document=document, style=(FOLDER / "style.css").read_text(encoding="utf-8")).lstrip()
 

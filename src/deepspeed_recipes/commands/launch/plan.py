@@ -22,6 +22,7 @@ from ...planning.search.plans import Plan
 from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.files import text_of
+from ...recipe.methods import Grpo
 from ...recipe.recipe import Recipe, changed, names
 from ...recipe.run_folder import RunFolder, read_json
 from ...recipe.sections import Lora
@@ -347,11 +348,15 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         system.check_cache()
     examples = preflight.check_data(recipe, listed=options.dry_run)
     chat_template.check(recipe)
-    long = options.dry_run and recipe.max_steps  # the ranks print it otherwise
-    for warning in (
-        updates.long_warmup(recipe, long) if long else None,
-        preflight.few_updates(recipe, examples, machines.ranks),
-        borrowed.warning(recipe, request.page, given),
-    ):
-        if warning:
-            print(warning, flush=True)
+    warnings = []
+    if options.dry_run and recipe.max_steps:  # the ranks print it otherwise
+        warnings.append(updates.long_warmup(recipe, recipe.max_steps))
+    # The ranks alone can count packed or cut sequences; elsewhere each example is one.
+    if examples is not None and not (recipe.packing or recipe.method.name == "pretrain" or recipe.data.weights):
+        sequences = examples
+        if isinstance(recipe.method, Grpo):  # a sequence is an answer
+            sequences *= recipe.method.group_size * recipe.method.iterations
+        size = updates.Size(examples, sequences, sequences, None)
+        warnings.append(updates.advice(recipe, size, machines.ranks))
+    for warning in filter(None, [*warnings, borrowed.warning(recipe, request.page, given)]):
+        print(warning, flush=True)

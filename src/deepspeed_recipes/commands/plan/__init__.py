@@ -45,6 +45,7 @@ from ...planning import table
 from ...planning.search import extremes, model_recipe, strategies, suggestions
 from ...planning.search.plans import PlanRequest, SearchResult, Workload, in_words
 from ...recipe import overrides
+from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
@@ -107,7 +108,13 @@ def _remarks(
     for name in arguments.software:
         yield f"Memory and speed are those of software={name}; the command below starts this project's."
     if arguments.longest:
-        yield extremes.longest_in_words(request, result.best)
+        length = request.recipe.sequence_length
+        why = "to within about 6 %; with a longer one, the high end of the memory range would not fit"
+        if length + extremes.STEP > positions(request.recipe.model.config):
+            why = "the model has no more positions"
+        elif not result.best.tier and not result.best.cluster.host_memory_gib:
+            why += " without offloading, which counts if --host-memory is given"
+        yield f"The longest sequence that fits has {length:,} tokens ({why})."
     if arguments.deadline and work:
         wanted, taken = workload.deadline(arguments.deadline), work.hours(result.best)
         slowest = taken * result.best.speed / result.best.speed_range[0]

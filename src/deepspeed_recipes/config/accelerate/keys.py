@@ -51,7 +51,33 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
         found["fp8_config"] = ("not used without mixed_precision: fp8", "write mixed_precision: fp8, or remove it")
     section, needs = ("parallelism_config", "FSDP") if kind in ALONE else ("mpirun_config", "MULTI_CPU")
     found[section] = (f"not used with distributed_type: {kind}", f"write distributed_type: {needs}, or remove it")
-    for name, (what, fix) in (found | _options(config, kind)).items():
+    what = "accelerate launch does not read it; accelerate tpu-config does"
+    found["command_file"] = found["commands"] = (what, "remove it")
+    if kind != "XLA":
+        own = () if config.get("main_training_function") == "main" else ("main_training_function",)
+        found |= dict.fromkeys((*_LISTS["tpu"], *own), ("only used with distributed_type: XLA", "remove it"))
+    what = "accelerate launch reads it only from its command line"
+    if config.get("rdzv_backend") != "static":
+        found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
+    found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
+    several, processes = (config.number("num_machines") or 1) > 1, config.number("num_processes") or 1
+    if kind not in (*ALONE, "FSDP"):
+        what = f"not passed on with distributed_type: {kind}"
+        found["use_cpu"] = (what, "remove it, and set use_cpu=True in TrainingArguments")
+    if kind in ALONE:
+        if processes > 1 and not config.section("mpirun_config"):
+            what = f"accelerate launch starts one process with distributed_type: {kind}"
+            instead = "add mpirun_config with mpirun_hostfile" if kind == "MULTI_CPU" else "write num_processes: 1"
+            found["num_processes"] = (what, instead)
+        if several:
+            found["machine_rank"] = ("mpirun numbers the machines itself", "remove it")
+        elif processes == 1:
+            found["main_process_ip"] = found["main_process_port"] = ("one process has none to meet", "remove it")
+    elif not several:
+        found["main_process_ip"] = ("no effect with num_machines: 1", "remove it")
+    elif kind == "DEEPSPEED" and (launcher := _launcher(config)) not in ("standard", "nossh"):
+        found["machine_rank"] = (f"{launcher} starts all machines from one of them", "write 0")
+    for name, (what, fix) in found.items():
         if config.get(name) not in _UNSET:
             yield Hit((name,), config.get(name), what, fix, severity="warning")
     if kind == "DEEPSPEED":
@@ -60,40 +86,6 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
             what = "without deepspeed_config accelerate trains with ZeRO-2"
             fix = "add deepspeed_config with deepspeed_config_file"
             yield Hit(("distributed_type",), kind, what, fix, severity="warning")
-
-
-def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
-    """Return the keys at the top that this type does not read, each with the reason and the fix."""
-    found = {}
-    for name in ("command_file", "commands"):
-        found[name] = ("accelerate launch does not read it; accelerate tpu-config does", "remove it")
-    if kind != "XLA":
-        for name in _LISTS["tpu"]:
-            found[name] = ("only used with distributed_type: XLA", "remove it")
-        if config.get("main_training_function") != "main":
-            found["main_training_function"] = ("only used with distributed_type: XLA", "remove it")
-    what = "accelerate launch reads it only from its command line"
-    if config.get("rdzv_backend") != "static":
-        found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
-    found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
-    if kind not in (*ALONE, "FSDP"):
-        what = f"not passed on with distributed_type: {kind}"
-        found["use_cpu"] = (what, "remove it, and set use_cpu=True in TrainingArguments")
-    several = (config.number("num_machines") or 1) > 1
-    if kind in ALONE:
-        if (config.number("num_processes") or 1) > 1 and not config.section("mpirun_config"):
-            what = f"accelerate launch starts one process with distributed_type: {kind}"
-            instead = "add mpirun_config with mpirun_hostfile" if kind == "MULTI_CPU" else "write num_processes: 1"
-            found["num_processes"] = (what, instead)
-        if several:
-            found["machine_rank"] = ("mpirun numbers the machines itself", "remove it")
-        elif (config.number("num_processes") or 1) == 1:
-            found["main_process_ip"] = found["main_process_port"] = ("one process has none to meet", "remove it")
-    elif not several:
-        found["main_process_ip"] = ("no effect with num_machines: 1", "remove it")
-    elif kind == "DEEPSPEED" and (launcher := _launcher(config)) not in ("standard", "nossh"):
-        found["machine_rank"] = (f"{launcher} starts all machines from one of them", "write 0")
-    return found
 
 
 def _launcher(config: Config) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,18 +19,6 @@ START = 1800
 """Seconds within which a server must answer: vLLM compiles, and reads large weights from slow disks."""
 GRACE = 20
 """Seconds between SIGTERM and SIGKILL for a server."""
-
-
-def check_port(host: str, port: int) -> None:
-    """Refuse an address on which a server cannot listen."""
-    if not 0 < port < 65536:
-        raise UserError(f"--port {port}: must be between 1 and 65535.")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError, TypeError) as error:
-            raise UserError(f"--host {host} --port {port}: {error}; choose another with --host or --port N.") from None
 
 
 @contextlib.contextmanager

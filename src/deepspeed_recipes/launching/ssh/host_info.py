@@ -50,10 +50,10 @@ def collect(folder: Path, file: str, peer: str) -> Json:
     }
 
 
-def fingerprint(package: Path = PACKAGE, configs: Path = CONFIGS) -> str:
+def fingerprint(package: Path = PACKAGE) -> str:
     """Return a digest of code, tables and configurations; checkouts with the same digest behave the same."""
     digest = hashlib.sha256()
-    for folder, pattern in ((package, "**/*.py"), (package, "**/*.toml"), (PAGES, "*.py"), (configs, "*.json")):
+    for folder, pattern in ((package, "**/*.py"), (package, "**/*.toml"), (PAGES, "*.py"), (CONFIGS, "*.json")):
         for file in sorted(folder.glob(pattern)):
             digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:8]

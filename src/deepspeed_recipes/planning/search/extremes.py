@@ -107,17 +107,6 @@ def longest(request: PlanRequest) -> SearchResult:
     return first(at(range(least, too_long, max(1, least // 16))[:0:-1]), enough) or tried[-1]
 
 
-def longest_in_words(request: PlanRequest, best: Plan) -> str:
-    """Return the answer as a sentence, given the request that `longest` returned and its best plan."""
-    length = request.recipe.sequence_length
-    why = "to within about 6 %; with a longer one, the high end of the memory range would not fit"
-    if length + STEP > positions(request.recipe.model.config):
-        why = "the model has no more positions"
-    elif not best.tier and not best.cluster.host_memory_gib:
-        why += " without offloading, which counts if --host-memory is given"
-    return f"The longest sequence that fits has {length:,} tokens ({why})."
-
-
 def smallest_hardware(request: PlanRequest, workload: Workload, hours: float | None = None) -> Plan | None:
     """Return the best plan on the fewest GPUs on which a run fits; ties go to less GPU memory, then to a lower price.
 
@@ -158,7 +147,13 @@ def smallest_unchanged(recipe: Recipe) -> Plan | None:
     If there are more GPUs than sequences in the batch, each GPU gets one micro-batch.
     """
     layout = recipe.layout
-    clusters = ladder(math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert))
+    gpus = math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert)
+    clusters = [Cluster(find(name)) for name in SINGLE] if gpus == 1 else []
+    gpus = max(2, gpus)
+    while gpus <= LARGEST:
+        each = math.gcd(8, gpus)
+        clusters.append(Cluster(find(GPU), each, gpus // each))
+        gpus *= 2
     return next((plan for cluster in clusters if (plan := plan_on(recipe, cluster)) and plan.fits), None)
 
 
@@ -171,14 +166,3 @@ def plan_on(recipe: Recipe, cluster: Cluster) -> Plan | None:
     if limits.limit(sized, cluster.gpus, template(recipe.deepspeed, cluster)) is not None:
         return None
     return evaluate(plan_request(sized, cluster), sized)
-
-
-def ladder(gpus: int) -> Iterator[Cluster]:
-    """Yield the hardware to try for a layout of `gpus` GPUs: if it is one, single GPUs first; then doubled numbers."""
-    if gpus == 1:
-        yield from (Cluster(find(name)) for name in SINGLE)
-        gpus = 2
-    while gpus <= LARGEST:
-        each = math.gcd(8, gpus)
-        yield Cluster(find(GPU), each, gpus // each)
-        gpus *= 2

@@ -176,7 +176,10 @@ class Translation:
         self.model = self.overrides.pop("model.path", self.model)
 
     def finish(self, tool: str) -> None:
-        """Sort the keys that are in no list by the tables of other_tools.toml: its own, the tool's and `trainer`'s."""
+        """Sort the keys that are in no list by the tables of other_tools.toml: its own, the tool's and `trainer`'s.
+
+        Leaves out what needs held-out examples or checkpoints that are not there, or goes by another metric.
+        """
         parts = {re.split("[.:]", name)[0] for name in self.missing}  # of `lr_scheduler_kwargs.power`
         named = {*self.translated, *self.unneeded, *self.yours, *self.missing, *parts}
         for name in sorted(set(self.values) - named):
@@ -211,18 +214,11 @@ class Translation:
                     self.missing[name] = (
                         f"a setting of {section}" if section in METHODS else answer(name) or "not known here"
                     )
-        self._settle_evaluation()
-
-    def _settle_evaluation(self) -> None:
-        """Leave out what needs held-out examples or checkpoints that are not there, or goes by another metric."""
         metric = METHODS[self.method].metric
-        for key in ("early_stopping", "keep_best"):
-            if key not in self.overrides:
-                continue
+        for key in [key for key in ("early_stopping", "keep_best") if key in self.overrides]:
             ours = f"{key}={self.overrides[key]}"
             sources = [name for name, became in self.translated.items() if became == ours]
-            share = self.overrides.get("data.validation_share", 0)
-            if "data.validation" not in self.overrides and float(share) == 0:
+            if "data.validation" not in self.overrides and float(self.overrides.get("data.validation_share", 0)) == 0:
                 why = f"there are no held-out examples: {WITH_HELD_OUT} {ours}"
             elif metric is not None:
                 why = f"judged by the loss there, and by the {metric.replace('_', ' ')} here, with {ours}"
