@@ -35,6 +35,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import PACKAGE
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
 from tests import ROOT
+from tests.versions import pins
 
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
 CORE = {"Job": "batch.v1", "Service": "core.v1", "ConfigMap": "core.v1"}
@@ -264,8 +265,7 @@ def test_every_pinned_file_has_its_hash_in_the_image():
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.+!]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
     locked = dict(line.split(" ")[0].split("==") for line in lines)
     assert len(locked) == len(lines)
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"]
-    wanted = {canonicalize_name(name): version for name, version in (pin.split("==") for pin in pins)}
+    wanted = {canonicalize_name(name): version for name, version in pins().items()}
     assert {name: locked.get(name) for name in wanted} == wanted
     # Beyond the pins only what torch's CUDA build brings along.
     assert all(re.match("nvidia-|cuda-|triton$", name) for name in locked.keys() - wanted.keys())

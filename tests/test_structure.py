@@ -15,6 +15,7 @@ import yaml
 from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.recipe.pages import families
 from tests import ROOT
+from tests.versions import pins
 
 LAYERS = {
     "recipe": set(),
@@ -191,15 +192,10 @@ def test_a_forbidden_import_is_noticed(tmp_path):
     assert packages_of(imports(page)) == {"training"} and "torch" in imports(page)
 
 
-def pinned() -> dict[str, str]:
-    """Return the versions in constraints.txt."""
-    return dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-
-
 def test_hooks_run_the_tools_that_are_pinned():
     hooks = dict(re.findall(r"([\w-]+)==([\w.]+)", (ROOT / ".pre-commit-config.yaml").read_text()))
     assert {"ruff", "mypy"} <= set(hooks) and len(hooks) >= 5
-    assert {name: pinned()[name] for name in hooks if name in pinned()} == {
+    assert {name: pins()[name] for name in hooks if name in pins()} == {
         name: version for name, version in hooks.items() if name != "pre-commit-hooks"
     }
 
@@ -239,20 +235,20 @@ def test_the_changelog_has_this_version():
 
 
 def test_every_requirement_is_pinned_and_installed_at_its_pin():
-    pins = pinned()
-    assert len(pins) > 80
+    pinned = pins()
+    assert len(pinned) > 80
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert set(extras) == {"train", "serve", "ray", "fp8", "notebook", "test", "dev"}
     assert extras.pop("ray") == ["ray[train]"]  # `make ray` adds it
     assert extras.pop("fp8") == ["torchao"]  # `make fp8` adds it
     assert extras.pop("notebook") == ["jupyterlab"]  # `make notebook` adds it
-    beside = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-ray.txt").read_text(), re.MULTILINE))
-    assert beside["ray"] == cluster.VERSION and not set(beside) & set(pins)
+    beside = pins(ROOT / "constraints-ray.txt")
+    assert beside["ray"] == cluster.VERSION and not set(beside) & set(pinned)
     wanted = [re.match(r"[\w.-]+", line)[0] for part in (project["dependencies"], *extras.values()) for line in part]
-    assert set(wanted) <= set(pins)
+    assert set(wanted) <= set(pinned)
     if Path(sys.prefix) == ROOT / ".venv":
-        for name, pin in pins.items():
+        for name, pin in pinned.items():
             assert version(name).split("+")[0] == pin, name
 
 

@@ -4,23 +4,22 @@ import re
 import runpy
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from deepspeed_recipes.machine import software
-from deepspeed_recipes.machine.software import pins
 from deepspeed_recipes.recipe import deepspeed_file, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.training import distributed
+from tests import ROOT
+from tests.versions import pins
 
-ROOT = Path(__file__).resolve().parents[1]
 STACKS = ROOT / "tests" / "stacks"
 
 
 def test_each_range_runs_from_the_oldest_stack_to_the_pins():
-    oldest, newest = pins(STACKS / "oldest.txt"), pins(ROOT / "constraints.txt")
+    oldest, newest = pins(STACKS / "oldest.txt"), pins()
     for name in software.NEEDED:
         first, last = software.RANGES[name]
         assert software._judged(name, newest[name], None, "").state == "ok" and newest[name].startswith(last), name
@@ -50,7 +49,7 @@ def test_the_package_asks_for_the_same_ranges():
     ],
 )
 def test_doctor_says_what_is_outside_and_what_is_lost(name, version, state, said):
-    check = software._judged(name, version, pins(ROOT / "constraints.txt").get(name), "pip install it")
+    check = software._judged(name, version, pins().get(name), "pip install it")
     assert check.state == state and said in check.found
     assert check.fix == ("pip install it" if state == "warning" else "")
 
@@ -65,7 +64,7 @@ def test_only_what_a_version_itself_lacks_is_said():
 def test_a_stack_replaces_pins_and_adds_none():
     stack = runpy.run_path(str(ROOT / ".ci" / "stack"))
     newest = set(stack["versions"]("newest"))
-    assert newest == {f"{name}=={version}" for name, version in pins(ROOT / "constraints.txt").items()}
+    assert newest == {f"{name}=={version}" for name, version in pins().items()}
     for name in ("oldest", "middle"):
         own = {f"{name}=={version}" for name, version in pins(STACKS / f"{name}.txt").items()}
         found = set(stack["versions"](name))

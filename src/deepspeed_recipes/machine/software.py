@@ -76,11 +76,6 @@ LACKS = (
 )
 
 
-def pins(file: Path) -> dict[str, str]:
-    """Return the versions that a list of requirements pins, such as constraints.txt."""
-    return dict(re.findall(r"^([\w.-]+)==(\S+)$", file.read_text(encoding="utf-8"), re.MULTILINE))
-
-
 def numbers(version: str) -> tuple[int, ...]:
     """Return a version's numbers: (2, 9, 1) for 2.9.1+cpu."""
     return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split("."))
@@ -100,7 +95,8 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 def versions() -> list[Check]:
     """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
-    pinned, fix = pins(CONSTRAINTS), f"pip install -r {CONSTRAINTS}"
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE))
+    fix = f"pip install -r {CONSTRAINTS}"
     checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
     here = installed(NEEDED)
     for name in NEEDED:
