@@ -292,8 +292,15 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
             )
             found = read["messages"][:-1] if method == "sft" else read["prompt"]
             assert found == [*before, user("Why?\nA text.")], (name, method)
-    (read,) = formats.converted([("here", {"prompt": "A text. Why?", "completion": "b", "context": "A text."})], "sft")
-    assert read["messages"][0] == user("A text. Why?"), "a question that has its passage is left as it is"
+    for asked, passage, whole in (
+        ("Water boils at 100 degrees. Why?", "Water boils at 100 degrees.", "Water boils at 100 degrees. Why?"),
+        ("Why?\nTea.", "Tea.", "Why?\nTea."),
+        ("Add 5 to 10.", "5", "Add 5 to 10.\n5"),  # a short passage is in it by chance
+    ):
+        for row in ({"prompt": asked, "completion": "b", "context": passage},
+                    {"instruction": asked, "output": "b", "input": passage}):  # fmt: skip
+            (read,) = formats.converted([("here", row)], "sft")
+            assert read["messages"][0] == user(whole), row
     (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
     assert read["messages"] == [user("Why?")] and read["fields"] == {"context": "A text."}, "for the reward function"
 
@@ -597,6 +604,7 @@ MISTAKES = {
     "no role": (line(messages=[{"content": "a"}]), "sft", "turn 1 of 'messages' needs a 'role'"),
     "turn": (line(messages=["a"]), "sft", "turn 1 of 'messages' must be an object"),
     "image": (line(messages=[user([{"type": "image"}]), assistant("b")]), "sft", "parts that are not text (image)"),
+    "image of a turn": (line(messages=[{**user("a"), "image": "b"}, assistant("b")]), "sft", "'image', which no turn"),
     "text of an image": (line(messages=[user([{"type": "image", "text": "c"}]), assistant("b")]), "sft", "(image)"),
     "text of a reasoning": (
         line(messages=[user("a"), assistant([{"type": "reasoning", "text": "c"}, {"type": "text", "text": "b"}])]),

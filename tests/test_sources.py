@@ -20,7 +20,7 @@ from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Grpo
-from deepspeed_recipes.training.data import load, sources
+from deepspeed_recipes.training.data import load, sources, text_files
 from tests.conftest import conversation
 from tests.small import small
 
@@ -208,7 +208,7 @@ BAD = {
     bad_example: "a.parquet: row 6: no assistant turn in 'messages'",
     no_examples: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
-    no_such_split: "is named for the split",
+    no_such_split: "its files are of the split test; data.split takes one",
     no_saved_split: "has the splits test; name one",
     other_names: "has the splits train_prefs, train_sft, test_sft; name one, as data.split=NAME.",
 }
@@ -242,7 +242,7 @@ def test_links_that_are_not_read_are_named_and_a_folder_without_splits_is_all_of
     (warning,) = sources.unread_files(source, small(tmp_path, folder).data)
     assert warning == f"warning: {folder}: links to folders or to nothing are not read: b.jsonl, more."
     recipe = small(tmp_path, folder)
-    with pytest.raises(UserError, match="no file is named for a split, so all are of the split train"):
+    with pytest.raises(UserError, match=r"its files are of the split train; data\.split takes one"):
         sources.read(str(folder), replace(recipe, data=replace(recipe.data, split="test")))
 
 
@@ -462,6 +462,35 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert sources.unread_files(source, measured) == []
     assert said in sources.unread_files(source, data, images=True)[0]
     assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
+
+
+def test_missing_parts_of_a_data_set_are_named(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for number in (0, 2):
+        Dataset.from_list(CHATS).to_parquet(folder / f"train-{number:05}-of-00003.parquet")
+    (source,) = sources.read(str(folder), small(tmp_path, folder))
+    (warning,) = sources.unread_files(source, small(tmp_path, folder).data)
+    assert warning.endswith("1 of its numbered files are missing: train-00001-of-00003.parquet.")
+    Dataset.from_list(CHATS).to_parquet(folder / "train-00001-of-00003.parquet")
+    assert sources.unread_files(source, small(tmp_path, folder).data) == []
+
+
+@pytest.mark.parametrize("others", [("val.jsonl",), ("val.jsonl", "dev-tools.jsonl")])
+def test_a_file_without_a_split_next_to_one_that_is_named_for_a_split_is_named(tmp_path, others):
+    for name in ("a.jsonl", *others):
+        (tmp_path / name).write_text(lines([conversation("a?", "Yes.")]))
+    with pytest.raises(UserError, match=rf"is named for the split validation, .* give data.path={tmp_path}/a.jsonl"):
+        sources.read(str(tmp_path), small(tmp_path, tmp_path))
+
+
+def test_rows_of_a_tsv_that_a_quote_joins_are_refused(tmp_path):
+    file = tmp_path / "a.tsv"
+    file.write_text('prompt\tcompletion\n"Hi\tYes.\nBye"\tNo.\nWhy?\tSo.\n')
+    with pytest.raises(UserError, match=r"a\.tsv:2: a quote joins 2 lines, each of which is a row"):
+        list(text_files.read(file))
+    file.write_text('prompt\tcompletion\n"Hi\nBye"\tNo.\n')
+    assert [row for _, row in text_files.read(file)] == [{"prompt": "Hi\nBye", "completion": "No."}]
 
 
 @pytest.mark.parametrize(

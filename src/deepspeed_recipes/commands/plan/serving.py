@@ -25,6 +25,8 @@ FORMATS = {"bf16": 2.0, "int8 or fp8": 1.0, "int4": 0.5 + 2 / 128}
 bf16."""
 OPTIONS = ("tokens", "examples", "example_tokens", "price", "deadline", "write", "longest", "which_gpu", "explain")
 """Options of plans for the training of one model."""
+OF_TRAINING = ("overrides", "sequence_length", "host_memory", "nvme", "network", "software")
+"""What else serving does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Split:
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
     """Print weights, cache and GPUs by format of the weights, and return the exit status: 1 if no format fits."""
-    if given := next((name for name in OPTIONS if getattr(arguments, name)), None):
-        raise UserError(f"--serve and --{given.replace('_', '-')}: give one of them; --serve is not about training.")
+    given = next((name for name in (*OPTIONS, *OF_TRAINING) if getattr(arguments, name)), "")
+    if given or arguments.method != "full":
+        told = arguments.overrides[0] if given == "overrides" else f"--{(given or 'method').replace('_', '-')}"
+        raise UserError(f"--serve and {told}: give one of them; --serve is not about training.")
     requests, length = _asked(arguments.serve)
     recipe, _ = recipe_of(arguments)
     hardware = hardware_of(arguments)

@@ -127,7 +127,8 @@ FAMILIES = ("qwen3", "llama3")
 
 def what_fits(arguments: argparse.Namespace, console: Console) -> int:
     """Print the largest model that fits by method, and return the exit status: 1 if none fits."""
-    if arguments.overrides or any(getattr(arguments, name) for name in serving.OPTIONS):
+    others = (*serving.OPTIONS, "overrides", "sequence_length", "software", "serve")
+    if arguments.method != "full" or any(getattr(arguments, name) for name in others):
         raise UserError("name a model first, for example llama3-8b; without one, --gpu NAME lists what fits.")
     hardware = hardware_of(arguments)
     models = [

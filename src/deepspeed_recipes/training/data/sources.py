@@ -359,13 +359,14 @@ def _files(folder: Path, split: str) -> list[Path]:
             raise text_files.no_split(folder, split, found)
         if found and split not in found:
             kind, named = next(iter(found.items()))
-            free = (file for file in sorted(folder.iterdir()) if text_files.suffix(file) in text_files.READ)
-            left = next((file.name for file in free if file.name != Path(named[0]).name), "FILE")
+            taken = {Path(file).name for files in found.values() for file in files}
+            free = (file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in taken)
+            left = next((file.name for file in free if text_files.suffix(file) in text_files.READ), None)
             others = (
                 f"; {Path(named[0]).name} is named for the split {kind}, and then files without a split's name are not "
                 f"read; give data.path={folder / left}"
-                if kind in Path(named[0]).name
-                else f"; no file is named for a split, so all are of the split {kind}"
+                if left
+                else f"; its files are of the split{'s' * (len(found) > 1)} {', '.join(found)}; data.split takes one"
             )
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen
@@ -388,6 +389,9 @@ def unread_files(source: Source, data: Data, images: bool = False) -> list[str]:
     if not folder.is_dir() or any((folder / state).exists() for state in text_files.SAVED):
         return []
     warnings, chosen = [], _files(folder, split)
+    if missing := text_files.missing_parts(chosen):
+        named = f"{', '.join(missing[:NAMED_FILES])}{weights.more(missing, NAMED_FILES)}"
+        warnings.append(f"warning: {source.name}: {len(missing)} of its numbered files are missing: {named}.")
     below = sorted(one for one in folder.rglob("*") if not one.name.startswith("."))
     files = [one for one in below if one.is_file()]
     if links := [str(one.relative_to(folder)) for one in below if one.is_symlink() and not one.is_file()]:

@@ -82,6 +82,20 @@ def no_split(folder: Path, split: str, has: Iterable[str]) -> UserError:
     return UserError(f"data.split={split}: {folder} has the splits {', '.join(known)}; name one, as data.split=NAME.")
 
 
+def missing_parts(files: Iterable[Path]) -> list[str]:
+    """Return the names of the files that a folder lacks of those numbered `train-00000-of-00003.parquet`."""
+    parts: dict[tuple[Path, str, str, str], set[int]] = {}
+    for file in files:
+        if found := PART.fullmatch(file.name):
+            parts.setdefault((file.parent, found[1], found[3], found[4]), set()).add(int(found[2]))
+    return [
+        f"{start}-{number:05}-of-{count}{end}"
+        for (_, start, count, end), numbers in parts.items()
+        for number in range(int(count))
+        if number not in numbers
+    ]
+
+
 def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
     """Return the files of a source that can be read without `datasets`, and whether they are text and all of it.
 
@@ -115,6 +129,8 @@ def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
     return examples, not any(map(is_columnar, examples))
 
 
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")
+"""The name of one of several files of a data set, as the Hub numbers them."""
 NUMBERED = re.compile(r"(.*?:(?: row )?)(\d+)(: .*)", re.DOTALL)
 """A message that begins with the place of an example."""
 
@@ -374,11 +390,12 @@ def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
 def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     """Yield a table's rows, each with the line in which it starts: cells may hold line breaks."""
     csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is too small for documents
-    places: list[str] = []
+    places, widths = list[str](), list[int]()
 
     def lines() -> Iterator[str]:
         for where, line in _lines(path, bad):
             places.append(where)
+            widths.append(line.count("\t") + 1)
             yield line
 
     source = lines()
@@ -392,6 +409,7 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, J
     while True:
         if names:
             places.clear()
+            widths.clear()
         try:
             row = next(rows)
         except StopIteration:
@@ -407,6 +425,9 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, J
         if not names:
             names = [name.strip() for name in row]
             check_columns(places[0], names)
+        elif separator == "\t" and len(widths) > 1 and set(widths) == {len(names)}:
+            joined = f"a quote joins {len(widths)} lines, each of which is a row"
+            refuse(UserError(f"{places[0]}: {joined}; remove it, or write it twice in quotes."), bad)
         elif len(row) == len(names):
             yield places[0], dict(zip(names, row, strict=True))
         else:

@@ -83,6 +83,8 @@ AHEAD = 100
 """Examples that are searched for a column of `data.columns` that the first one lacks."""
 PASSAGES = ("input", "context")
 """Fields with a passage that a question refers to, which follows the question: Alpaca's and Dolly's names."""
+BY_CHANCE = 20
+"""Characters of a passage from which a question does not hold it by chance."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
 PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
@@ -468,7 +470,10 @@ def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
     asked = read_side(where, example, field, "user")
     for name in PASSAGES:
         passage = read_string(where, example, name) if example.get(name) not in keys.EMPTY else ""
-        if not any(passage in turn["content"] for turn in asked):
+        # A question may hold its passage already; a short one, such as a number, is in it by chance.
+        whole = len(passage) >= BY_CHANCE
+        held = (passage in turn["content"] if whole else passage in turn["content"].splitlines() for turn in asked)
+        if passage and not any(held):
             if not isinstance(example[field], str):
                 raise UserError(
                     f"{where}: {name!r} follows a question that is text; put it into the turns of {field!r}."

@@ -270,7 +270,11 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}; {REWRITE}.")
     # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
-    turn = {key: value for key, value in turn.items() if not (value in (None, []) or isinstance(value, bytes))}
+    turn = {
+        key: value
+        for key, value in turn.items()
+        if not (value in (None, []) or (isinstance(value, bytes) and key not in keys.MEDIA))
+    }
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
         if one in turn and other in turn:
             raise UserError(f"{where} has {one!r} and {other!r}, which mean the same; remove one of them.")
