@@ -487,6 +487,12 @@ MISTAKES = {
     ("--gpu", "4090", "--serve", "4x4k"): "name a model first",
     ("--gpu", "4090", "--sequence-length", "32k"): "name a model first",
     ("--gpu", "4090", "--method", "lora"): "name a model first",
+    (
+        *("llama3-8b", *EIGHT, "--tokens", "1M", "--price", "p4d.24xlarge=3"),
+    ): "--price p4d.24xlarge=3: this plan is for other hardware; give --gpu p4d.24xlarge",
+    (
+        *("llama3-8b", *EIGHT, "--examples", "1k", "--example-tokens", "5000"),
+    ): "--example-tokens 5000: examples of more than sequence_length=4096 tokens are left out",
     ("llama3-8b", *EIGHT, "--serve", "64"): "--serve 64: write the requests at once and their tokens",
     ("llama3-8b", *EIGHT, "--serve", "0x8k"): "--serve 0x8k: write the requests",
     ("llama3-8b", *EIGHT, "--serve", "8x8k", "--longest"): "--serve and --longest: give one of them",

@@ -131,6 +131,7 @@ def test_what_the_user_gives_beside_the_file_wins_and_is_not_asked_for(place, ca
 
 
 TRL = {"model_name_or_path": TINY_MODEL, "dataset_name": "ours.jsonl"}
+TRL_MIXED = {"model_name_or_path": TINY_MODEL, "dataset_mixture": {"datasets": [{"path": "a", "data_files": 5}]}}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +308,54 @@ def test_a_file_without_a_model_needs_one(place, values, empty):
     key = "base_model" if "base_model" in values else "model_name_or_path"
     found = translate.translate(written(place, values | {key: empty}), 1)
     assert found.model == "MODEL" and key in found.missing["model"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (FACTORY | {"report_to": 5}, "report_to: 5: must be text or a list"),
+        (FACTORY | {"deepspeed": 5}, "deepspeed: 5: must be text or a mapping"),
+        (AXOLOTL | {"rl": "grpo", "trl": "yes"}, "trl: yes: must be a mapping"),
+        (AXOLOTL | {"datasets": [{"path": "a", "roles": ["a"]}]}, r"datasets\[0\]\.roles: a: must be a mapping"),
+        (TRL_MIXED, "dataset_mixture: data_files: 5: must be text or a list or a mapping"),
+    ],
+)
+def test_values_of_another_type_are_named(place, values, said):
+    with pytest.raises(UserError, match=said):
+        translate.translate(written(place, values), 1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ([1], "ours: 1: must be a mapping"),
+        ({"file_name": 5}, r"ours\.file_name: 5: must be text"),
+        ({"file_name": "ours.jsonl", "tags": ["a"]}, r"ours\.tags: a: must be a mapping"),
+    ],
+)
+def test_entries_of_another_type_are_named(place, entry, said):
+    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    with pytest.raises(UserError, match=said):
+        translate.translate(written(place, FACTORY), 1)
+
+
+def test_turns_have_the_system_prompts_that_their_list_names(place):
+    (place / "data" / "ours.jsonl").write_text('{"conversations": [], "system": "Be brief."}')
+    entry = {"file_name": "ours.jsonl", "formatting": "sharegpt"}
+    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    found = translate.translate(written(place, FACTORY), 1)
+    assert "system is in the file and not in its columns" in found.missing["dataset: ours"]
+
+
+def test_one_value_in_place_of_a_list_is_one(place):
+    found = translate.translate(written(place, AXOLOTL | {"adapter": None, "unfrozen_parameters": "^lm_head"}), 1)
+    assert found.overrides["train"] == "^(?:^lm_head)"
+    sets = [{"path": "ours.jsonl", "roles": {"user": "customer"}, "chat_template_jinja": "{{ messages }}"}]
+    found = translate.translate(written(place, AXOLOTL | {"datasets": sets}), 1)
+    assert found.overrides["data.roles"] == "customer:user"
+    assert any("at most 100 steps" in remark for remark in found.remarks)
+    found = translate.translate(written(place, AXOLOTL | {"warmup_steps": 3}), 1)
+    assert not any("at most 100 steps" in remark for remark in found.remarks)
 
 
 def test_quoted_switches_are_true_in_llama_factory_and_refused(place):

@@ -184,6 +184,8 @@ def word(text: str) -> str:
         return ours
     if not equals or key not in SAME:
         return text
+    if key == "warmup_ratio" and value.replace(".", "", 1).isdigit() and float(value) >= 1:
+        raise UserError(f"{text}: a share of the steps is below 1; schedule.warmup={value} would be a number of steps.")
     print(f"{key} is read as {FOREIGN_NAMES[key]}", file=sys.stderr)
     return f"{FOREIGN_NAMES[key]}={value}"
 

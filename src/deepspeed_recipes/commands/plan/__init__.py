@@ -70,6 +70,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.price and work is None:
         raise UserError("--price needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
     if work:
+        named = {name: price for name, price in work.prices.given.items() if name}
+        if unused := next((name for name in named if name != request.cluster.instance), None):
+            raise UserError(f"--price {unused}={named[unused]:g}: this plan is for other hardware; give --gpu {unused}.")
         request = replace(request, document_length=work.document_length)
     result = answer(arguments, request, work)
     request = result.request

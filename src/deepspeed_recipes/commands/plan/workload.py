@@ -41,6 +41,11 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
             raise UserError(f"--tokens {arguments.tokens} and --examples: give one of them.")
         examples = tokens(arguments.examples, "--examples")
         length = tokens(arguments.example_tokens, "--example-tokens")
+        if length > recipe.sequence_length and recipe.method.name != "pretrain":
+            raise UserError(
+                f"--example-tokens {arguments.example_tokens}: examples of more than sequence_length="
+                f"{recipe.sequence_length} tokens are left out; give --sequence-length {math.ceil(length)}."
+            )
         epochs = f"{recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
         about = f"{examples:,.0f} examples of {length:,.0f} tokens, {epochs}"
         return Workload(examples * length * recipe.epochs, recipe.epochs, known, about, length)

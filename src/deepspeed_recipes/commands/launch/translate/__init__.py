@@ -102,6 +102,13 @@ def _unquoted(value: Any) -> Any:
     return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _without_templates(value: Any) -> Any:
+    """Return a value without chat templates, whose braces no other program fills in."""
+    if isinstance(value, dict):
+        return {name: _without_templates(inside) for name, inside in value.items() if "chat_template" not in name}
+    return [_without_templates(inside) for inside in value] if isinstance(value, list) else value
+
+
 def read(file: Path) -> Json:
     """Return the settings in a YAML or JSON file: a mapping without double keys or another tool's placeholders."""
     import yaml  # not in the standard library, and only this command needs it
@@ -142,9 +149,7 @@ def read(file: Path) -> Json:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")
     for key, value in values.items():
-        if "chat_template" in key:  # a template has such braces
-            continue
-        if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(value)):
+        if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(_without_templates({key: value}))):
             raise UserError(
                 f"{file}: {key}: {hole[0]} is filled in by another program; write the value, and try again."
             )

@@ -9,7 +9,7 @@ from ....recipe.files import Json, JsonView
 from ....recipe.overrides import OTHER_TOOLS, key_of, listed
 from ....recipe.samples import ROLES
 from . import trainer, trl
-from .translation import ADAPTERS, Translation, as_text, words_of
+from .translation import ADAPTERS, KINDS, Translation, as_text, check_types, listed_of, words_of
 
 DEFAULTS: Json = trainer.DEFAULTS | OTHER_TOOLS["axolotl"]["defaults"]
 SETS = ("datasets", "test_datasets", "pretraining_dataset")
@@ -19,6 +19,13 @@ TYPES = (
     *("chatml", "llama3", "bradley_terry", "gpteacher"),
 )
 """The types of data sets whose examples are in a form that is detected here."""
+ENTRY = {
+    **dict.fromkeys(("path", "data_files"), (str, list)),
+    **dict.fromkeys(("type", "message_property_mappings"), (str, dict)),
+    **dict.fromkeys(("field_messages", "field_system", "field_chosen", "field_rejected", "field", "split"), (str,)),
+    "roles": (dict,),
+}
+"""The types of the values of a data set."""
 ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager", "flex_attention")
 LANGUAGE = re.compile(
     r"\^?(model\\?\.)?(language_model|text_model)\b.*\((.*\|)?gate\b.*\bq\b|.*\(up\|down\|gate\|q\|k\|v\|o\)_proj"
@@ -28,6 +35,10 @@ LANGUAGE = re.compile(
 
 def translate(values: JsonView, gpus: int) -> Translation:
     """Translate the settings of a file for a run on `gpus` GPUs."""
+    check_types(values, KINDS)
+    for start, entry in (pair for name in SETS for pair in _entries(values, name)):
+        check_types(entry, ENTRY, start)
+    check_types(values.get("trl") or {}, {"reward_funcs": (str, list)}, "trl.")
     found = Translation("Axolotl", _flat(values), DEFAULTS)
     found.name_model("base_model")
     if found.given("batch_size") and not found.given("gradient_accumulation_steps"):  # of one GPU, there
@@ -37,6 +48,8 @@ def translate(values: JsonView, gpus: int) -> Translation:
     if found.given("fp16") or found.given("float16"):
         found.defaults["bf16"] = False
     trainer.settings(found, gpus)
+    if not {"warmup_steps", "warmup_ratio"} & values.keys():
+        found.remarks.append("schedule.warmup: 3 % of the steps, and in Axolotl at most 100 steps")
     _method(found, values)
     _adapter(found)
     _model(found)
@@ -147,10 +160,10 @@ def _adapter(found: Translation) -> None:
     if kind:
         found.lack("adapter", f"{kind}: adapters are LoRA or DoRA")
     if patterns := found.take("unfrozen_parameters"):
-        if any("[" in str(one) for one in patterns):
+        if any("[" in str(one) for one in listed_of(patterns)):
             found.lack("unfrozen_parameters", "rows of a weight cannot be chosen; train=REGEX chooses whole weights")
         else:
-            found.set("train", "|".join(f"^(?:{one})" for one in patterns), "unfrozen_parameters")
+            found.set("train", "|".join(f"^(?:{one})" for one in listed_of(patterns)), "unfrozen_parameters")
     if found.given("load_in_4bit"):
         found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (adapter: qlora)")
     found.need_none((*ADAPTERS, "lora_target_linear"), "no adapter is set: all weights are trained")
@@ -311,7 +324,7 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             named = {
                 str(word): role
                 for role, words in entry["roles"].items()
-                for word in words
+                for word in listed_of(words)
                 if ROLES.get(str(word).lower()) != role
             }
             roles |= named

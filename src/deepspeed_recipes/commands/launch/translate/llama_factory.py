@@ -12,7 +12,7 @@ from ....recipe.run_folder import read_json
 from ....recipe.samples import ROLES
 from ....training.data import text_files
 from . import trainer
-from .translation import ADAPTERS, Translation, words_of
+from .translation import ADAPTERS, Translation, check_types, words_of
 
 DEFAULTS = trainer.DEFAULTS | OTHER_TOOLS["llama_factory"]["defaults"]
 METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
@@ -31,6 +31,7 @@ ENTRY = (
     *("ranking", "subset", "split", "folder", "num_samples", "columns", "tags"),
 )
 """The keys of a data set in dataset_info.json."""
+TYPES = {**dict.fromkeys(("columns", "tags"), (dict,)), **dict.fromkeys(("file_name", "hf_hub_url", "split"), (str,))}
 TAGS = {role: role for role in ("user", "assistant", "system")} | {"observation": "tool", "function": "function_call"}
 """Our roles by those of its tags."""
 PACKED = "documents never attend to each other here, as with neat_packing"
@@ -199,13 +200,14 @@ def _data(found: Translation, place: Path) -> None:
         found.remarks.append("max_samples: the number is of all data sets together, not of each")
 
 
-def _unlisted(file: Path, columns: JsonView) -> list[str]:
+def _unlisted(file: Path, columns: JsonView, sharegpt: bool) -> list[str]:
     """Return the fields of a file's first example that we read, and LLaMA-Factory only if they are listed."""
     try:
         first = next((example for _, example in text_files.read(file)), {})
     except (UserError, OSError):  # which the launcher reports
         return []
     listed = {"history": "history", "system": "system"} | ({"input": "query"} if columns else {})
+    listed = {"system": "system", "tools": "tools"} if sharegpt else listed
     return [field for field, theirs in listed.items() if first.get(field) and theirs not in columns]
 
 
@@ -226,6 +228,8 @@ def _sources(
             found.lack(f"{name}: {word}", f"not in {folder / 'dataset_info.json'}; give {key}=FILE")
             continue
         entry = listed[word]
+        check_types(listed, {word: (dict,)}, "dataset_info.json: ")
+        check_types(entry, TYPES, f"dataset_info.json: {word}.")
         paths.append(str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", word)))
         columns = entry.get("columns", {})
         asked = [one for one in ("subset", "num_samples", "folder", "script_url") if entry.get(one)]
@@ -240,8 +244,9 @@ def _sources(
         if unread := sorted(entry.keys() - set(ENTRY)):
             found.remarks.append(f"dataset_info.json: {word}: not read: {', '.join(unread)}")
         problems += [f"{kind} are not read" for kind in ("videos", "audios") if columns.get(kind)]
-        if entry.get("formatting", "alpaca") == "alpaca" and "file_name" in entry and found.method != "pretrain":
-            for field in _unlisted(folder / str(entry["file_name"]), columns):
+        if "file_name" in entry and found.method != "pretrain":
+            sharegpt = entry.get("formatting", "alpaca") != "alpaca"
+            for field in _unlisted(folder / str(entry["file_name"]), columns, sharegpt):
                 problems.append(f"{field} is in the file and not in its columns, so it would be read here alone")
         if problems:
             found.lack(f"{name}: {word}", "; ".join(problems))

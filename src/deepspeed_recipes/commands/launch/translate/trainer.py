@@ -87,7 +87,7 @@ def _optimization(found: Translation) -> None:
     for option, value in (given if isinstance(given, dict) else {}).items():
         if option in ("min_lr", "lr_end"):
             rate = number(found.values.get("learning_rate", DEFAULTS["learning_rate"]), "learning_rate")
-            found.set("schedule.min_rate", number(value, option) / rate, "lr_scheduler_kwargs")
+            found.set("schedule.min_rate", number(value, option) / rate if rate else 0.0, "lr_scheduler_kwargs")
         elif option in SCHEDULE_OPTIONS and (kind, option) != ("cosine", "num_cycles"):
             found.set(SCHEDULE_OPTIONS[option], value, "lr_scheduler_kwargs")
         else:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ....recipe import new_tokens
+from ....recipe.errors import UserError
 from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
@@ -49,6 +50,7 @@ class Translation:
         self.complete = False
         """True if the file has every setting of its tool: then a default of the tool is also the file's value."""
         self.values = dict(values)
+        check_types(values, KINDS)
         self.defaults = dict(defaults)
 
     def given(self, key: str) -> bool:
@@ -235,6 +237,30 @@ def words_of(value: object) -> list[str]:
     """Return the items of a list, or of a text in which commas separate them."""
     items = value if isinstance(value, list) else [word.strip() for word in str(value or "").split(",")]
     return [str(item) for item in items if str(item)]
+
+
+def listed_of(value: object) -> list[Any]:
+    """Return a list as it is, and one value, which the tools take as well, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def check_types(values: JsonView, kinds: Mapping[str, tuple[type, ...]], where: str = "") -> None:
+    """Refuse values of another type than the tools read; a missing or empty value is none."""
+    for key, expected in kinds.items():
+        if (value := values.get(key)) is not None and not isinstance(value, expected):
+            wanted = " or ".join(NAMES_OF_TYPES[kind] for kind in expected)
+            raise UserError(f"{where}{key}: {as_text(value)}: must be {wanted}.")
+
+
+NAMES_OF_TYPES = {str: "text", list: "a list", dict: "a mapping", bool: "true or false"}
+KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("report_to", "dataset", "eval_dataset", "reward_funcs", "unfrozen_parameters"), (str, list)),
+    **dict.fromkeys(("lora_target", "lora_target_modules", "tokens", "add_tokens"), (str, list)),
+    **dict.fromkeys(("deepspeed", "fsdp_config"), (str, dict)),
+    **dict.fromkeys(("dataset_name", "dataset_dir", "output_dir", "optim", "optimizer", "lr_scheduler_type"), (str,)),
+    "trl": (dict,),
+}
+"""The types of values of which a translation reads parts."""
 
 
 def as_text(value: object) -> str:

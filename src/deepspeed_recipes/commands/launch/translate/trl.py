@@ -12,7 +12,7 @@ from ....recipe.methods.grpo import Grpo
 from ....recipe.methods.preferences import DpoLoss
 from ....recipe.overrides import OTHER_TOOLS, key_of
 from . import trainer
-from .translation import ADAPTERS, Translation
+from .translation import ADAPTERS, Translation, check_types
 
 TRL = OTHER_TOOLS["trl"]
 DEFAULTS = trainer.DEFAULTS | TRL["defaults"]
@@ -194,6 +194,7 @@ def _mixture(found: Translation) -> None:
         return
     paths: list[str] = []
     for one in entries:
+        check_types(one, {"data_files": (str, list, dict), "path": (str,), "data_dir": (str,)}, f"{source}: ")
         place = Path(str(one.get("path") or one["id"]), str(one.get("data_dir") or ""))
         files = one.get("data_files") or []
         loader = str(place) in ("json", "csv", "parquet", "text")  # of the library `datasets`, not a folder
