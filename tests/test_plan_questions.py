@@ -489,7 +489,7 @@ MISTAKES = {
     ("--gpu", "4090", "--method", "lora"): "name a model first",
     (
         *("llama3-8b", *EIGHT, "--tokens", "1M", "--price", "p4d.24xlarge=3"),
-    ): "--price p4d.24xlarge=3: this plan is for other hardware; give --gpu p4d.24xlarge",
+    ): "--price p4d.24xlarge=3: not the price of this hardware; give --gpu p4d.24xlarge",
     (
         *("llama3-8b", *EIGHT, "--examples", "1k", "--example-tokens", "5000"),
     ): "--example-tokens 5000: examples of more than sequence_length=4096 tokens are left out",

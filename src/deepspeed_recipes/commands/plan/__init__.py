@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if work:
         named = {name: price for name, price in work.prices.given.items() if name}
         if unused := next((name for name in named if name != request.cluster.instance), None):
-            raise UserError(f"--price {unused}={named[unused]:g}: this plan is for other hardware; give --gpu {unused}.")
+            raise UserError(f"--price {unused}={named[unused]:g}: not the price of this hardware; give --gpu {unused}.")
         request = replace(request, document_length=work.document_length)
     result = answer(arguments, request, work)
     request = result.request

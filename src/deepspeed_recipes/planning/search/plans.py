@@ -163,6 +163,13 @@ class Plan:
         return self.gpu_gib / self.cluster.gpu.memory_gib
 
     @property
+    def excess(self) -> float:
+        """The largest need as a multiple of what there is."""
+        nvme, host = self.memory.nvme_gib, COUNTS.usable * (self.cluster.host_memory_gib or math.inf)
+        drives = nvme and (nvme / (COUNTS.usable * self.cluster.nvme_gib) if self.cluster.nvme_gib else math.inf)
+        return max(self.share, self.memory.host_gib / host, drives)
+
+    @property
     def tier(self) -> int:
         """Index in `TIERS` of the tier with the plan's file; users' own files count as the first tier."""
         return next((number for number, names in enumerate(TIERS) if self.base.deepspeed in names), 0)

@@ -86,7 +86,7 @@ def search(request: PlanRequest) -> SearchResult:
     for plan in others:
         if plan.shortfalls and plan.base.deepspeed not in used:
             by_file.setdefault(plan.base.deepspeed, []).append(plan)
-    nearest = (min(each, key=lambda plan: plan.gpu_gib) for each in by_file.values())
+    nearest = (min(each, key=lambda plan: plan.excess) for each in by_file.values())
     # Offloading comes last, however fast it is predicted.
     ordered = sorted(plans.ranked(fitting), key=lambda plan: plan.tier > 0)
     return SearchResult(asked, tuple(ordered), tuple(_with_room_first(tight)), tuple(nearest))

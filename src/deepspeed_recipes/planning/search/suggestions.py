@@ -41,7 +41,7 @@ def sentence(result: SearchResult) -> str:
     if result.tight:
         plan = result.tight[0]
         return f"nothing is certain to fit; {plan.recipe.deepspeed} is {tightness(plan)}.\n{would}"
-    nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
+    nearest = min(result.rejected, key=lambda plan: plan.excess)
     restricting = overrides.as_typed(recipe, [key for key in fixed if key in NARROW])
     given = f" with {' '.join(restricting)}" if restricting else ""
     return f"nothing fits{given}; {nearest.recipe.deepspeed} comes closest, with {nearest.shortfalls[0]}.\n{would}"
