@@ -139,20 +139,15 @@ def test_autoep_is_refused_where_it_computes_something_else(kind, why):
 
 
 @has_autoep
-def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
+def test_corrections_that_are_the_blocks_own_count(monkeypatch):
     """MiniMax M2 corrects its router by a buffer beside it; AutoEP without that computes another model."""
-    keys = expert.find(AutoConfig.for_model("minimax_m2")).keys
-    whole = probe.draft_of(AutoConfig.for_model("minimax_m2"), tokenizer, "eager", torch.float32)
-    found = expert.blocks(whole)
-    for name, parts in found.items():
-        block = whole.get_submodule(name)
-        expert._correct(block, block.get_submodule(parts["router_pattern"]))
-        assert block.e_score_correction_bias.abs().max() > 0.01
-    assert expert.difference(whole, keys, len(found)) < 1e-5
     from deepspeed.module_inject import auto_ep
 
+    config = AutoConfig.for_model("minimax_m2")
+    assert expert.find(config).keys
     monkeypatch.setattr(auto_ep, "_resolve_e_score_correction_bias_path", lambda module, name: None)
-    assert expert.difference(whole, keys, len(found)) > 1e-2
+    with pytest.raises(UserError, match=r"layout\.expert: .*a shrunken model differs by"):
+        expert.find(config)
 
 
 @has_autoep

@@ -518,13 +518,16 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 raise RuntimeError(f"{part}: reloaded logits differ by {difference:.1e} of the largest")
             kind = "a whole model with the adapter merged into it"
         else:
-            for file in copied:
-                target = part / file.relative_to(source)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(file, target)
             if left_out and not (source / COMPLETE).exists():
                 say(f"left out, other formats of weights: {', '.join(left_out)}")
-            _check_copies(source, part)
+            written = read_json(source / COMPLETE, {}).get("digests", {})
+            for file in copied:
+                name = str(file.relative_to(source))
+                target = part / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, target)
+                if digests.of_file(target) != written.get(name, digests.of_file(file)):
+                    raise UserError(f"{file} is damaged ({digests.harm(source, name)}); export another checkpoint.")
             if is_adapter:
                 name = str(base_model.find(source))
                 untrained.name_adapter(part, name, base_model.head_of(source), base_model.may_run_code(source))
@@ -549,12 +552,3 @@ def write(source: Path, output: Path, merge: bool) -> str:
 def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
     """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary), or their scores or hidden states."""
     return heads.outputs(model.eval()(input_ids=torch.arange(16, device=model.device)[None])).float().cpu()
-
-
-def _check_copies(source: Path, copy: Path) -> None:
-    """Refuse to export a checkpoint's files that are damaged."""
-    written = read_json(source / COMPLETE, {}).get("digests", {})
-    for name in (str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()):
-        if digests.of_file(copy / name) != written.get(name, digests.of_file(source / name)):
-            why = digests.harm(source, name)
-            raise UserError(f"{source / name} is damaged ({why}); export another checkpoint.")

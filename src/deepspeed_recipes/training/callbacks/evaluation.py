@@ -190,17 +190,22 @@ class Evaluation(TrainerCallback):
         loaded to be exported, or None for the last step's.
         """
         step = trainer.state.global_step if exported is None else exported
-        if exported is None and with_metric and self.latest.get("step") == step and self.metric in self.latest:
-            self._answer(trainer)
-            return self.latest  # the last step, which `early_stopping` or `keep_best` has judged
-        always = self.recipe.picks and not self.recipe.eval_examples
-        record = {
-            "step": step,
-            **self._measured(trainer, with_metric or always),
-            **({} if exported is None else {"exported": True}),
-        }
-        if with_metric:
-            self._answer(trainer)
+        record, training = self.latest, trainer.model.training
+        # The last step, if `early_stopping` or `keep_best` has judged it.
+        known = exported is None and with_metric and record.get("step") == step and self.metric in record
+        trainer.model.eval()
+        if not known:
+            always = self.recipe.picks and not self.recipe.eval_examples
+            record = {"step": step, **self._measured(trainer, with_metric or always)}
+            record |= {} if exported is None else {"exported": True}
+        if with_metric and self.answer:
+            try:
+                self.answer(trainer, self.judged)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # some models cannot generate
+                say(f"the report will lack answers: {type(error).__name__}: {first_line(error)}")
+        trainer.model.train(training)
+        if known:
+            return record
         if distributed.is_first():
             append_jsonl(self.run.evaluations, record)
             numbers = {key: value for key, value in record.items() if key not in ("step", "exported")}
@@ -211,8 +216,6 @@ class Evaluation(TrainerCallback):
         return record
 
     def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
-        training = trainer.model.training
-        trainer.model.eval()
         sequences = self.datasets.held_out_sequences
         measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
         wanted = [self.metric, *self.recipe.data.metrics] if self.recipe.method.metric is None else [self.metric]
@@ -224,17 +227,4 @@ class Evaluation(TrainerCallback):
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
             found = self.measure_metric(trainer, sample)
             measured |= {f"sampled_{name}": found[name] for name in dict.fromkeys(missing) if name in found}
-        trainer.model.train(training)
         return measured
-
-    def _answer(self, trainer: Trainer) -> None:
-        """Store a few answers, where the metric does not."""
-        if self.answer is None:
-            return
-        training = trainer.model.training
-        trainer.model.eval()
-        try:
-            self.answer(trainer, self.judged)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # some models cannot generate
-            say(f"the report will lack answers: {type(error).__name__}: {first_line(error)}")
-        trainer.model.train(training)

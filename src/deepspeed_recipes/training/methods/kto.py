@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import KTOConfig, KTOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -109,7 +109,13 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             f"warning: training: with their weights, the good answers count {ratio:.2g} times as much as the bad ones; "
             f"the paper advises 1 to 1.33, and kto.{key}={value:.3g} makes them count alike"
         )
-    paired = kept.map(_mismatched, batched=True, batch_size=together)
+    # Each gets another one's answer, from which the KL is estimated (section 4.1 of the paper): the answers of all
+    # ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its estimate, and with it
+    # the loss, depends on the number of ranks.
+    others = [at - 1 if at % together else at + together - 1 for at in range(len(kept))]
+    mismatched = kept.select(others).select_columns("completion_ids")
+    mismatched = mismatched.rename_column("completion_ids", "KL_completion_ids")
+    paired = concatenate_datasets([kept, mismatched], axis=1)
     size = updates.Size(len(found), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
     return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
@@ -119,16 +125,6 @@ def with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return the columns that TRL's collator reads."""
     tokens, start = tokenize.answered(tokenizer, example, "completion")
     return {"prompt_ids": tokens[:start], "completion_ids": tokens[start:], "label": example["label"]}
-
-
-def _mismatched(examples: dict[str, list[object]]) -> dict[str, list[object]]:
-    """Return another example's answer for each, from which the KL is estimated (section 4.1 of the paper).
-
-    The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its
-    estimate, and with it the loss, depends on the number of ranks.
-    """
-    answers = examples["completion_ids"]
-    return {"KL_completion_ids": [answers[-1], *answers[:-1]]}
 
 
 trainer = with_reference(RunKTOTrainer)

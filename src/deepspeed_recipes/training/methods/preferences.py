@@ -301,30 +301,26 @@ class RunRewardTrainer(Averaging, PairHooks, RewardTrainer):
         return self.mean(-logsigmoid(chosen - rejected))
 
 
-def dpo_arguments(common: Json, recipe: Recipe) -> DPOConfig:
-    """Return TRL's arguments of DPO."""
-    dpo = Dpo.of(recipe)
-    loss = {"loss_type": dpo.loss, "label_smoothing": dpo.label_smoothing, "beta": dpo.beta}
-    options = {"max_length": recipe.sequence_length, "precompute_ref_log_probs": dpo.precompute}
-    return DPOConfig(**common, **loss, **options)
-
-
-def simpo_arguments(common: Json, recipe: Recipe) -> CPOConfig:
-    """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
-    simpo = Simpo.of(recipe)
-    loss = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": simpo.beta, "simpo_gamma": simpo.gamma}
-    return CPOConfig(**common, **loss, max_length=recipe.sequence_length)
-
-
 @dataclass(frozen=True)
 class PairMethod:
     """A `TrainingMethod` that reads pairs."""
 
-    arguments: Callable[[Json, Recipe], TrainingArguments]
     trainer: Callable[[RunContext, Parts], PairHooks]
     value: Callable[..., torch.Tensor]
     """The function of `scores` for the number by which the answers of held-out pairs are ranked."""
     datasets: Callable[[Recipe, PreTrainedTokenizerBase], load.Datasets] = datasets
+
+    def arguments(self, common: Json, recipe: Recipe) -> TrainingArguments:
+        """Return TRL's arguments."""
+        method, common = recipe.method, {**common, "max_length": recipe.sequence_length}
+        if isinstance(method, Dpo):
+            loss = {"loss_type": method.loss, "label_smoothing": method.label_smoothing, "beta": method.beta}
+            return DPOConfig(**common, **loss, precompute_ref_log_probs=method.precompute)
+        if isinstance(method, Orpo):
+            return ORPOConfig(**common, beta=method.beta)
+        if isinstance(method, Simpo):  # `cpo_alpha` would add CPO's imitation of the better answer
+            return CPOConfig(**common, loss_type="simpo", cpo_alpha=0.0, beta=method.beta, simpo_gamma=method.gamma)
+        return RewardConfig(**common)
 
     def metric(self, trainer: PairHooks, examples: Dataset) -> dict[str, float]:
         """Return how the model ranks pairs: `preference_accuracy` and `preference_margin`."""
@@ -333,16 +329,8 @@ class PairMethod:
 
 
 METHODS = {
-    "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), scores.log_likelihood),
-    "orpo": PairMethod(
-        lambda common, recipe: ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length),
-        RunORPOTrainer.of,
-        partial(scores.log_likelihood, per_token=True),
-    ),
-    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, partial(scores.log_likelihood, per_token=True)),
-    "reward": PairMethod(
-        lambda common, recipe: RewardConfig(**common, max_length=recipe.sequence_length),
-        RunRewardTrainer.of,
-        scores.reward,
-    ),
+    "dpo": PairMethod(with_reference(RunDPOTrainer), scores.log_likelihood),
+    "orpo": PairMethod(RunORPOTrainer.of, partial(scores.log_likelihood, per_token=True)),
+    "simpo": PairMethod(RunSimPOTrainer.of, partial(scores.log_likelihood, per_token=True)),
+    "reward": PairMethod(RunRewardTrainer.of, scores.reward),
 }

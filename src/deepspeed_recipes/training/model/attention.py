@@ -178,17 +178,8 @@ def _one_by_one(
         if 0 <= back < end - start - 1:
             distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
             mask = (distance >= 0) & (distance <= back)
-        outputs.append(
-            scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=options["scale"],
-                enable_gqa=options["enable_gqa"],
-            )
-        )
+        shared = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+        outputs.append(scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, **shared))
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 

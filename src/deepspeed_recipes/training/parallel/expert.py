@@ -137,7 +137,13 @@ def find(config: PreTrainedConfig) -> Mixture:
         raise refusal("no experts found", kind=config.model_type)
     name, parts = next(iter(found.items()))
     block = whole.get_submodule(name)
-    _correct(block, block.get_submodule(parts["router_pattern"]))
+    # Correction biases, zero in a fresh model, get values that change the result. They are the router's or, in MiniMax
+    # M2, the block's.
+    router, generator = block.get_submodule(parts["router_pattern"]), torch.Generator().manual_seed(0)
+    own = itertools.chain(block.named_buffers(recurse=False), block.named_parameters(recurse=False))
+    for key, value in itertools.chain(router.named_parameters(), router.named_buffers(), own):
+        if key != "weight" and value.is_floating_point():
+            value.detach().copy_(0.1 * torch.randn(value.shape, generator=generator))
     reason = ""
     for score, norm in itertools.product(("softmax", "sigmoid"), (True, False)):
         keys = {
@@ -196,19 +202,6 @@ def blocks(model: nn.Module) -> dict[str, Json]:
 def _stacked(module: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the matrices of all experts, [experts, out, in], in their order."""
     return [name for name, value in module.named_parameters(recurse=False) if value.ndim == 3]
-
-
-@torch.no_grad()
-def _correct(block: nn.Module, router: nn.Module) -> None:
-    """Give the correction biases of a router, zero in a fresh model, values that change the result.
-
-    They belong to the router, or, in MiniMax M2, to the block.
-    """
-    generator = torch.Generator().manual_seed(0)
-    own = itertools.chain(block.named_buffers(recurse=False), block.named_parameters(recurse=False))
-    for name, value in itertools.chain(router.named_parameters(), router.named_buffers(), own):
-        if name != "weight" and value.is_floating_point():
-            value.copy_(0.1 * torch.randn(value.shape, generator=generator))
 
 
 def difference(whole: PreTrainedModel, keys: JsonView, count: int) -> float:
