@@ -155,7 +155,7 @@ def test_a_kill_leaves_neither_an_export_nor_what_was_written_of_it(checkpoint, 
     (tmp_path / "out.part" / "notes.txt").write_text("mine")
     (tmp_path / "out.old").mkdir()
     before = set(tmp_path.iterdir())
-    monkeypatch.setattr(export, "_check_copies", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(export.complete, "of_copy", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     process = os.fork()
     if not process:
         export.write(checkpoint, tmp_path / "out", merge=False)
