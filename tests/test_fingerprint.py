@@ -20,6 +20,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, sizes, step_of, write_json
 from deepspeed_recipes.training.checkpoint import digests, fingerprint
 from deepspeed_recipes.training.data import sources, tokenize
+from deepspeed_recipes.training.data.load import Datasets
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
@@ -74,23 +75,28 @@ def test_another_models_checkpoint_is_never_accepted(checkpoint, change, said):
             fingerprint.check(MARK | change, checkpoint, changed)
 
 
-def test_other_weights_of_a_base_are_refused_whichever_files_hold_them(checkpoint, tmp_path, model_folder):
+def test_other_weights_of_a_base_are_refused_whichever_files_hold_them(checkpoint, tmp_path, model_folder, alone):
     """Checkpoints of adapters have none of their base, which an earlier run may have overwritten in place."""
+    tokenizer, data = AutoTokenizer.from_pretrained(TINY_MODEL), Datasets(Dataset.from_list([{}]), None, None, [])
+
+    def of_base(recipe):
+        return fingerprint.of_run(recipe, tokenizer, data, "now")["base"]
+
     base, paths = tmp_path / "base", {"path": str(tmp_path / "base")}
     shutil.copytree(model_folder, base)
     recipe = pages.find("tiny", "lora")
     recipe = replace(recipe, model=replace(recipe.model, **paths))
-    before = fingerprint.of_bases(recipe)
+    before = of_base(recipe)
     whole = pages.find("tiny", "full")
-    assert before and fingerprint.of_bases(replace(whole, model=replace(whole.model, **paths))) is None
+    assert before and of_base(replace(whole, model=replace(whole.model, **paths))) is None
     held = load_file(base / "model.safetensors")
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(base, max_shard_size="200KB")
     (base / "model.safetensors").unlink()
-    assert (base / "model.safetensors.index.json").exists() and fingerprint.of_bases(recipe) == before
+    assert (base / "model.safetensors.index.json").exists() and of_base(recipe) == before
     shutil.copytree(model_folder, base, dirs_exist_ok=True)
     (base / "model.safetensors.index.json").unlink()
     save_file({name: one * 1.001 for name, one in held.items()}, base / "model.safetensors", {"format": "pt"})
-    after = fingerprint.of_bases(recipe)
+    after = of_base(recipe)
     write_json(checkpoint / COMPLETE, {"fingerprint": MARK | {"base": before}})
     with pytest.raises(UserError, match=r"other weights of its base.*put back the weights with which it began"):
         fingerprint.check(MARK | {"base": after}, checkpoint, changed=True)

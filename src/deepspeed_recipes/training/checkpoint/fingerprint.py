@@ -55,11 +55,17 @@ def began(checkpoint: Path | None) -> str:
 
 def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets, began: str) -> Json:
     """Return the fingerprint of a run, computed by rank 0; a collective."""
-    return distributed.of_first(
-        lambda: {
+
+    def first() -> Json:
+        # The models that a run reads again when it resumes: a checkpoint of adapters has no weights of their base.
+        again = recipe.lora is not None or recipe.method.asks_reference
+        teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
+        folders = [stored.folder_of(path) for path in (recipe.model.path if again else None, teacher) if path]
+        here = [folder for folder in folders if folder]
+        return {
             "recipe": recipe.name,
             "model": dimensions(load_config(recipe).to_dict()),
-            "base": of_bases(recipe),
+            "base": expected.of_weights(here) if here and here == folders else None,
             "tokenizer": of_tokenizer(tokenizer),
             "data": of_data(datasets.training),
             "transform": own_code.digests(recipe).get("data.transform"),
@@ -67,7 +73,8 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
             "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
             "began": began,
         }
-    )
+
+    return distributed.of_first(first)
 
 
 def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
@@ -85,19 +92,6 @@ def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
         fix = "data.changed=true accepts it" if name in ACCEPTABLE else "remove that checkpoint, or start a new run"
         fix = "put back the weights with which it began, or start a new run" if name == "base" else fix
         raise UserError(f"{checkpoint} was trained with {meaning}{pairs}: resuming would not continue it; {fix}.")
-
-
-def of_bases(recipe: Recipe) -> str | None:
-    """Return a digest of the models on disk that a run reads again when it resumes, or None if there are none here.
-
-    Checkpoints of adapters have no weights of their base.
-    """
-    again = recipe.lora is not None or recipe.method.asks_reference
-    teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
-    paths = [path for path in (recipe.model.path if again else None, teacher) if path]
-    if not paths or None in (folders := [stored.folder_of(path) for path in paths]):
-        return None
-    return expected.of_weights(filter(None, folders))
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,7 +1,7 @@
 """Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +16,6 @@ from .tokenize import Stream
 
 HELD_OUT_SEED = 42
 """Of the draw of held-out examples, the same for every `seed`, so that runs with different ones compare."""
-Sides: TypeAlias = tuple[list[sources.Source], list[sources.Source]]
-"""Training and held-out sources."""
 SKIPPED: dict[str, Json] = {}
 """Examples that `data.bad=skip` has left out, by source: their `count`, and the `first` ten errors."""
 
@@ -94,7 +92,7 @@ def read_examples(
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
 
 
-def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
+def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
     """Return (training, held out) according to `data.validation_share`, and print the number of held-out examples.
 
     The draw does not depend on the recipe's seed, so that runs compare.

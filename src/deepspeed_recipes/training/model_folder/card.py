@@ -141,25 +141,19 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
             metric_name=method.title(metric),
             metric_value=after,
         )
+    library = "sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers"
     licence = (licence_of_base(recipe) or "").lower()
     return ModelCardData(
         **({"base_model": recipe.model.path, "base_model_relation": relation} if known else {}),
         license=_HUB_NAMES.get(licence, "other") if licence else None,
         license_name=licence.replace(" ", "-") if licence and licence not in _HUB_NAMES else None,
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
-        library_name=library(contents),
+        library_name="gguf" if contents.gguf else library,
         pipeline_tag=task(contents),
         tags=["deepspeed", "deepspeed-recipes", recipe.method.name, *adapters],
         model_name=recipe.name,
         eval_results=[scores] if scores else None,
     )
-
-
-def library(contents: Contents) -> str:
-    """Return the Hub's name of the library that loads the model."""
-    if contents.gguf:
-        return "gguf"
-    return "sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers"
 
 
 def task(contents: Contents) -> str:
