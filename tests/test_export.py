@@ -25,6 +25,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import distributed, export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.checkpoint import digests
+from deepspeed_recipes.training.data import chat_templates
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.ranks import read_logs
 from tests.small import small
@@ -126,9 +127,30 @@ def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
     assert {name for name in copied if not (TINY_MODEL / name).exists()} - {"README.md"} == kept
     assert {file.name for file in TINY_MODEL.iterdir() if file.is_file()} <= copied
     assert capsys.readouterr().out == "left out, other formats of weights: original/all.pth, pytorch_model.bin\n"
+    for name in ("training/notes.txt", "latest_news.md", "checkpoint-names.txt", ".env"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    shutil.rmtree(source / "global_step3")  # no part of a run
+    export.write(source, tmp_path / "whole", merge=False)
+    for name in ("training/notes.txt", "latest_news.md", "checkpoint-names.txt"):
+        assert (tmp_path / "whole" / name).read_text() == name
+    assert capsys.readouterr().out.endswith("left out, hidden files: .env\n")
     (source / "more.py").symlink_to("absent.py")
     with pytest.raises(UserError, match=r"more\.py: a link to absent.py, which does not exist"):
         export.write(source, tmp_path / "other", merge=False)
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path, capsys):
+    source = tmp_path / "bare"
+    source.mkdir()
+    for name in ("config.json", WEIGHTS):
+        shutil.copy2(TINY_MODEL / name, source / name)
+    with pytest.raises(UserError, match=r"bare: has no tokenizer, neither tokenizer\.json nor tokenizer\.model; copy"):
+        export.load_tokenizer(source)
+    assert run_command("generate", [str(source), "Hi?"]) == 2 and "has no tokenizer" in capsys.readouterr().err
+    recipe = small(source, tmp_path / "data.jsonl")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        chat_templates.load_tokenizer(recipe)
 
 
 def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monkeypatch):

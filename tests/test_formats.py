@@ -14,6 +14,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
 from deepspeed_recipes.training.data.forms import formats
+from deepspeed_recipes.training.methods.rollouts import scoring
 from tests.small import small
 
 CUSTOMER_AND_AGENT = (("customer", "Hi?"), ("agent", "Yes."))
@@ -303,6 +304,12 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
             assert read["messages"][0] == user(whole), row
     (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
     assert read["messages"] == [user("Why?")] and read["fields"] == {"context": "A text."}, "for the reward function"
+
+    (read,) = formats.converted([("here", {"prompt": "Why?", "expected": "So."})], "grpo")
+    assert scoring.example_of(read)["expected"] == "So.", "the example's own field, where no answer is given"
+    answered = {"messages": [user("Why?"), assistant("So.")], "expected": "No."}
+    with pytest.raises(UserError, match="has an answer and the field 'expected'"):
+        list(formats.converted([("here", answered)], "grpo"))
 
     row = {"prompt": "Why?", "completion": "So.", "history": [["Hi?", "Yes."]]}
     (read,) = formats.converted([("here", row)], "sft")

@@ -186,6 +186,7 @@ def test_an_output_folder_that_cannot_be_written_is_named_in_a_line(place, tmp_p
     [
         ({}, ""),
         ({"accuracy": 0.75}, "accuracy 75%  "),
+        ({"reward": None}, "reward -  "),  # all functions failed
         ({"rewards/accuracies": 0.75, "rewards/margins": 0.256}, "reward accuracy 75%  reward margin 0.26  "),
     ],
 )

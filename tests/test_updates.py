@@ -3,6 +3,7 @@
 The learning rate over a run: transformers' schedules, with the settings that each has.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -267,6 +268,18 @@ def test_a_run_that_does_not_move_the_weights_fails(ranks, tmp_path, model_folde
     assert set(statuses) == {2}, screens
     assert "the trained weights have not changed after 2 steps" in "".join(screens)
     assert "Traceback" not in "".join(screens) and not run.export.exists() and not run.summary.exists()
+
+
+@pytest.mark.parametrize(("norms", "learned"), [([0.0, 0.0], False), ([0.0, 1e-8], True), ([], True)])
+def test_weights_that_only_decay_have_learned_nothing(tmp_path, monkeypatch, norms, learned):
+    recipe = small(tmp_path, tmp_path / "data.jsonl", weight_decay=0.1)
+    state = SimpleNamespace(global_step=2, log_history=[{"grad_norm": norm} for norm in norms] + [{"loss": 1.0}])
+    context = SimpleNamespace(recipe=recipe, run=RunFolder(tmp_path), checkpoint=None)
+    trainer = SimpleNamespace(context=context, state=state, start=[1], model=None)
+    monkeypatch.setattr(training_run.distributed, "total", lambda *numbers: numbers)
+    monkeypatch.setattr(training_run.holdings, "moved", lambda start, model: True)
+    with contextlib.nullcontext() if learned else pytest.raises(UserError, match="have only decayed after 2 steps"):
+        training_run.check_moved(trainer)
 
 
 RATE, STEPS = 1e-3, 8

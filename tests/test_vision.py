@@ -90,6 +90,7 @@ WRITTEN = {
             ]
         )
     },
+    "bytes of a part": lambda f: {"messages": turns([part(bytes=as_bytes(f), path="gone.png"), TEXT])},
     "bytes": lambda f: {"messages": turns([part(image={"bytes": as_bytes(f), "path": None}), TEXT])},
     "a list beside placeholders in the text": lambda _: {"images": ["a.png"], "messages": turns("<image>What?")},
     "a list beside parts": lambda _: {"images": ["a.png"], "messages": turns([part(), TEXT])},
@@ -154,6 +155,8 @@ BAD = {
         {"messages": turns([{"type": "image", "image": "a.png", "text": "A dial."}, TEXT])},
         "parts that are not text (image)",
     ),
+    "two lists": ({"images": ["a.png"], "image": "b.jpg", "messages": turns("<image>What?")}, "which mean the same"),
+    "two of a part": ({"messages": turns([part(image="a.png", url="b.jpg"), TEXT])}, "a part has image and url, each"),
     "other parts": ({"messages": turns([{"type": "video", "video": "a.mp4"}, TEXT])}, "parts that are not text"),
 }
 

@@ -40,11 +40,14 @@ from .model import load as load_model
 from .model import processor as vision
 from .model_folder import base_model, complete, expected, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
+from .model_folder.record import FOLDER, RECIPE
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite")
 """Suffixes of weights in other formats, which are not copied."""
+OF_DOWNLOADS = {".git", ".gitattributes", ".gitignore", ".cache", ".DS_Store", ".ipynb_checkpoints"}
+"""Hidden files that belong to no model."""
 OF_A_RUN = re.compile(
-    rf"(global_step|checkpoint-|training/|__pycache__/|trainer_state\.json$|{COMPLETE}$|latest|zero_to_fp32\.py$)"
+    rf"(global_step\d|checkpoint-\d|training/|trainer_state\.json$|{COMPLETE}$|latest$|zero_to_fp32\.py$)"
 )
 """What a checkpoint's or an export's folder holds in addition to a model; `complete.of_copy` copies the record."""
 WEIGHTS_SHARE = 0.8
@@ -454,6 +457,7 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`."""
     folder = _with_tokenizer(folder)
+    weights.check_has_tokenizer(folder)
     weights.check_intact(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=base_model.may_run_code(folder))
@@ -463,8 +467,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def _with_tokenizer(folder: Path) -> Path:
     """Return the base model's folder for an adapter without a tokenizer, as plain PEFT saves it."""
-    own = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
-    return folder if own or not (folder / ADAPTER).exists() else base_model.find(folder)
+    own = weights.has_tokenizer(folder) or not (folder / ADAPTER).exists()
+    return folder if own else base_model.find(folder)
 
 
 def write(source: Path, output: Path, merge: bool) -> str:
@@ -487,12 +491,17 @@ def write(source: Path, output: Path, merge: bool) -> str:
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
-    copied, left_out = [], []
+    marks = (COMPLETE, "trainer_state.json", "global_step*", f"{FOLDER}/{RECIPE}")
+    of_run = any(any(source.glob(mark)) for mark in marks)
+    copied, left_out, hidden = [], [], set()
     for file in [] if is_adapter and merge else sorted(one for one in source.rglob("*") if not one.is_dir()):
         path = file.relative_to(source)
         if not file.exists():
             raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")
-        if OF_A_RUN.match(str(path)) or any(part.startswith(".") for part in path.parts):
+        if (of_run and OF_A_RUN.match(str(path))) or "__pycache__" in path.parts:
+            continue
+        if concealed := next((part for part in path.parts if part.startswith(".")), None):
+            hidden |= {concealed} - OF_DOWNLOADS
             continue
         if file.suffix in OTHER_WEIGHTS:
             left_out.append(str(path))
@@ -520,6 +529,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
         else:
             if left_out and not (source / COMPLETE).exists():
                 say(f"left out, other formats of weights: {', '.join(left_out)}")
+            if hidden:
+                say(f"left out, hidden files: {', '.join(sorted(hidden))}")
             written = read_json(source / COMPLETE, {}).get("digests", {})
             for file in copied:
                 name = str(file.relative_to(source))

@@ -350,16 +350,20 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline:
 
 
 def check_moved(trainer: Trainer) -> None:
-    """Refuse to report success for a run in which no sampled weight of any rank has changed; a collective.
+    """Refuse to report success for a run that has learned nothing; a collective.
 
-    A resumed run is not checked: its weights changed before.
+    No sampled weight of any rank has changed, or all gradients were 0 and the weights only decayed. A resumed run is
+    not checked: its weights changed before.
     """
     recipe, steps = trainer.context.recipe, trainer.state.global_step
     sampled, moved = distributed.total(len(trainer.start), holdings.moved(trainer.start, trainer.model))
-    if sampled and not moved and not trainer.context.checkpoint:
+    norms = [row["grad_norm"] for row in trainer.state.log_history if row.get("grad_norm") is not None]
+    decayed = bool(norms) and not any(norms) and recipe.weight_decay > 0
+    if sampled and (decayed or not moved) and not trainer.context.checkpoint:
         why = ", as where all answers to a prompt get the same reward" if recipe.method.name == "grpo" else ""
         raise UserError(
-            f"the trained weights have not changed after {counted(steps, 'step')}, so there is nothing to export: "
+            f"the trained weights have {'only decayed' if moved else 'not changed'} after {counted(steps, 'step')}, so "
+            "there is nothing to export: "
             f"all gradients are 0{why} ({trainer.context.run.metrics} has their norms), every update was skipped, or "
             f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}."
         )

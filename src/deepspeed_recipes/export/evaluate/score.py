@@ -1,6 +1,7 @@
 """Scores a model on each of the held-out examples."""
 
 import gc
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,10 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         cut_off = round(measured.get("cut_off", 0) * len(found))
         return _shares([answer.right for answer in found], [answer.text for answer in found], cut_off)
     if held_out.metric == "loss":
-        sequences, _ = tokenize.tokenized(held_out.examples, tokenize.alone(recipe), tokenizer)
+        sequences, about = tokenize.tokenized(held_out.examples, tokenize.alone(recipe), tokenizer)
+        if about.dropped:
+            longer = f"{about.dropped} of {len(held_out.examples)} examples are left out: longer than sequence_length="
+            print(f"{held_out.source}: {longer}{recipe.sequence_length}", file=sys.stderr)
         collator, sums, counts = Collator(tokenizer.pad_token_id), list[float](), list[int]()
         for sequence in sequences:
             inputs = scores.to_device(collator([sequence]))

@@ -199,12 +199,16 @@ class Metrics(TrainerCallback):
         }
         accept_recipe(self.run)
         append_jsonl(self.run.metrics, record)
-        step, last, norm = state.global_step, state.max_steps, record["grad_norm"]
-        own = "".join(f"{name} {record[key]:{digits}}  " for key, name, digits in OWN if key in record)
+        step, last = state.global_step, state.max_steps
+
+        def shown(key: str, digits: str) -> str:  # a step may have none, such as rewards if all functions failed
+            return "-" if record[key] is None else format(record[key], digits)
+
+        own = "".join(f"{name} {shown(key, digits)}  " for key, name, digits in OWN if key in record)
         say(
             f"step {step:>{len(str(last))}}/{last}  loss {record['loss']:z.4f}  {own}"
-            f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s  {duration(self.seconds / step * (last - step))} left"
+            f"lr {record['learning_rate']:.1e}  grad norm {shown('grad_norm', '.2f')}  "
+            f"{shown('tokens_per_second', ',.0f')} tokens/s  {duration(self.seconds / step * (last - step))} left"
         )
         self.on_record(record)
 

@@ -40,6 +40,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with a pad token and the recipe's chat template."""
     if Path(recipe.model.path, "config.json").is_file():
         load_config(recipe)  # which also names the tokenizer's class
+        weights.check_has_tokenizer(Path(recipe.model.path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         tokenizer("A word.")  # which fails with a `model_max_length` that is text, for example

@@ -27,6 +27,8 @@ HERE = "\ufffc"
 WRITTEN = "<image>"
 """Represents the next image of the field `images` in text, as in other projects."""
 FIELDS = ("images", "image")
+SOURCES = ("image", "bytes", "base64", "path", "url")
+"""The keys of a part of a turn that hold its image, in addition to `image_url`."""
 """Fields in which an example may list its images."""
 TURNS = ("messages", "conversations", "prompt", "completion")
 """The fields whose turns may contain images."""
@@ -96,7 +98,10 @@ def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, lis
         for part in parts:
             source = part.get("image_url")
             source = source.get("url") if isinstance(source, dict) else source
-            for key in ("image", "path", "url", "bytes", "base64"):
+            named = [key for key in ("image_url", *SOURCES) if part.get(key)]
+            if len(named) > 1 and named != ["bytes", "path"]:  # as `datasets` has an image
+                raise UserError(f"{where}: a part has {' and '.join(named)}, each of which is an image; keep one.")
+            for key in SOURCES:
                 source = part.get(key) if source is None else source
             if not _is_picture(part):
                 text += in_text(str(part["text"]))
@@ -135,6 +140,9 @@ def _is_picture(part: Json) -> bool:
 
 def _listed(where: str, example: Json, folder: Path | None) -> list[Picture] | None:
     """Return the images of an example's field, or None if it has no such field or the field is empty."""
+    given = [name for name in FIELDS if example.get(name) not in keys.EMPTY]
+    if len(given) == 2:
+        raise UserError(f"{where}: has 'images' and 'image', which mean the same; remove one of them.")
     name = next((name for name in FIELDS if example.get(name) is not None), None)
     if name is None:
         return None

@@ -216,6 +216,21 @@ def embedding_rows(folder: Path) -> int | None:
     return max(rows, default=None)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder holds the files of a tokenizer."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tokenization*", "*.spm")
+    return any(any(folder.glob(pattern)) for pattern in patterns)
+
+
+def check_has_tokenizer(folder: Path) -> None:
+    """Refuse a model's folder without a tokenizer, of which transformers makes an empty one."""
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise UserError(
+            f"{folder}: has no tokenizer, neither tokenizer.json nor tokenizer.model; copy the tokenizer's files from "
+            "the model that it was made of."
+        )
+
+
 def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[str], name: str) -> None:
     """Refuse tokens without rows in the embeddings: an IndexError in the first step, on GPUs an assertion.
 

@@ -315,6 +315,11 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
             raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
         turns, known = read["messages"], read_by(form, method)
         fields = {name: value for name, value in given.items() if name not in known}
+        if turns[-1]["role"] == "assistant" and fields.get("expected") not in (*keys.EMPTY, turns[-1]["content"]):
+            raise UserError(
+                f"{where}: has an answer and the field 'expected', which a reward function gets under one name; rename "
+                "or remove one of them."
+            )
         return {
             **read,
             "given": len(turns) - (turns[-1]["role"] == "assistant"),  # an answer may follow

@@ -137,7 +137,7 @@ class Scorer:
 def example_of(row: Json) -> Json:
     """Return the example for a reward function: its fields, its prompt (turns, and text) and the expected answer."""
     turns, given = row["messages"], row["given"]
-    expected = turns[given]["content"] if len(turns) > given else None
+    expected = turns[given]["content"] if len(turns) > given else row["fields"].get("expected")
     return {**row["fields"], "prompt": turns[:given], "prompt_text": row.get("text"), "expected": expected}
 
 
