@@ -104,7 +104,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
         name, _, text = assignment.partition("=")
         # The method's own key for another tool's, `kto.beta` for `beta`.
         if name in OF_METHOD and (own := key_of(name, recipe.method.name)) != name:
-            _say_once(f"{name} is read as {own}")
+            say_once(f"{name} is read as {own}")
             assignments[index] = f"{own}={text}"
     if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
         lines = [unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]]
@@ -115,7 +115,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if given.get(key, text) != text:
-            _say_once(f"{key} is given twice, as {shown(given[key])} and {shown(text)}: the last one counts")
+            say_once(f"{key} is given twice, as {shown(given[key])} and {shown(text)}: the last one counts")
         given[key] = text
         if not equals:
             raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
@@ -207,7 +207,8 @@ def key_of(name: str, method: str) -> str:
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Print a line to standard error, once in this process."""
     print(text, file=sys.stderr)
 
 

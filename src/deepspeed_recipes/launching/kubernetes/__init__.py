@@ -90,17 +90,12 @@ def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) 
     check_no_credential(to_dict(recipe), "in the job's files")
     config = Path(recipe.deepspeed).read_text(encoding="utf-8")
     fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
-    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path, mount)}
-    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template, mount)
-    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path, mount)}
-    fields["data"]["validation"] = recipe.data.validation and _each_in_pod(
-        "data.validation", recipe.data.validation, mount
-    )
+    for key in ("path", "chat_template"):
+        fields["model"][key] = _in_pod(f"model.{key}", fields["model"][key], mount)
+    for key in ("path", "validation"):
+        if paths := fields["data"][key]:
+            fields["data"][key] = ",".join(_in_pod(f"data.{key}", path, mount) for path in names(paths))
     return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
-
-
-def _each_in_pod(key: str, paths: str, mount: str) -> str:
-    return ",".join(_in_pod(key, path, mount) for path in names(paths))
 
 
 def _in_pod(key: str, path: str, mount: str) -> str:

@@ -9,7 +9,6 @@ transformers.
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import Any
 from ...recipe import files
 from ...recipe.errors import of_system
 from ...recipe.files import Json, JsonView
+from ...recipe.overrides import say_once
 from ...recipe.project import require
 from ...recipe.recipe import Lora
 from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
@@ -54,7 +54,7 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     try:
         files.write_text(cached, text({key(config): profile}))
     except OSError as error:  # everything is computed again each time
-        _say_once(f"not kept for the next time: {of_system(error)}")
+        say_once(f"not kept for the next time: {of_system(error)}")
     return profile
 
 
@@ -98,11 +98,6 @@ def text(profiles: Mapping[str, ModelProfile]) -> str:
     """Return the content of a file of profiles by key."""
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-@lru_cache
-def _say_once(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def to_dict(profile: ModelProfile) -> Json:
