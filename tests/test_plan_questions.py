@@ -42,11 +42,6 @@ def screen(*words):
     return printed.getvalue()
 
 
-def told(*words):
-    """Return the same without line breaks."""
-    return " ".join(screen(*words).split())
-
-
 # The questions in scripts/README.md.
 
 QUESTIONS = re.findall(
@@ -269,30 +264,28 @@ def test_of_two_gpus_with_as_much_memory_the_cheaper_one_is_smaller():
 # The longest sequence.
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "gpu", "gpus"), [("qwen3-8b", "qlora", "RTX 4090", 1), ("llama3-8b", "lora", "RTX 3090", 1)]
-)
-def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu, gpus):
-    request = asked(name, method, gpu, gpus, host_memory=200)
-    result = extremes.longest(request)
-    found = result.request
-    assert result.best and result.best.setup.sequence_length == found.recipe.sequence_length > 4096
-    longer = found.recipe.sequence_length * 17 // 16 // 1024 * 1024 + 1024
+def longest(*words):
+    """Return the length that the planner finds, and its reason."""
+    said = " ".join(screen(*words, "--longest").split())
+    length, why = re.search(r"The longest sequence that fits has ([\d,]+) tokens \((.+?)\)\.", said).groups()
+    assert f"sequences of {length} tokens per step" in said
+    return int(length.replace(",", "")), why
+
+
+@pytest.mark.parametrize(("name", "method", "gpu"), [("qwen3-8b", "qlora", "4090"), ("llama3-8b", "lora", "3090")])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu):
+    words = (name, method, "--gpu", gpu, "--host-memory")
+    length, why = longest(*words, "200G")
+    assert length > 4096
+    assert why == "to within about 6 %; with a longer one, the high end of the memory range would not fit"
+    request, longer = asked(name, method, gpu, 1, host_memory=200), length * 17 // 16 // 1024 * 1024 + 1024
     assert search(replace(request, recipe=replace(request.recipe, sequence_length=longer))).best is None
-    words = (name, method, "--gpu", gpu, "--longest", "--host-memory")
-    assert "(to within about 6 %; with a longer one, the high end of the memory range would not fit)." in told(
-        *words, "200G"
-    )
-    without = extremes.longest(asked(name, method, gpu, gpus, host_memory=0))
-    unknown = without.request
-    assert without.best and not without.best.tier and unknown.recipe.sequence_length <= found.recipe.sequence_length
-    assert "without offloading, which counts if --host-memory is given)." in told(*words, "0")
+    alone, why = longest(*words, "0")
+    assert alone <= length and why.endswith(" without offloading, which counts if --host-memory is given")
 
 
 def test_no_sequence_is_longer_than_the_model_can_read():
-    result = extremes.longest(asked("llama3-1b"))
-    assert result.best and result.request.recipe.sequence_length == 131072
-    assert "has 131,072 tokens (the model has no more positions)." in told("llama3-1b", *EIGHT, "--longest")
+    assert longest("llama3-1b", *EIGHT) == (131072, "the model has no more positions")
 
 
 # Which hardware.
