@@ -537,7 +537,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 target = part / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(file, target)
-                if digests.of_file(target) != written.get(name, digests.of_file(file)):
+                if digests.of_file(target) != (written.get(name) or digests.of_file(file)):
                     raise UserError(f"{file} is damaged ({digests.harm(source, name)}); export another checkpoint.")
             if is_adapter:
                 name = str(base_model.find(source))
