@@ -29,6 +29,11 @@ _UNSET: tuple[object, ...] = (None, False, "", "no", "NO", [], {})
 """Values that count as unset; `accelerate config` writes some of them for every type."""
 
 
+def machines(config: Config) -> float:
+    """Return the number of machines, which is 1 unless the file names it."""
+    return config.number("num_machines") or 1
+
+
 def unread(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield keys that have no effect with the file's type, as warnings."""
     kind = str(config.get("distributed_type", default="")).upper()
@@ -60,7 +65,7 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
     if config.get("rdzv_backend") != "static":
         found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
     found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
-    several, processes = (config.number("num_machines") or 1) > 1, config.number("num_processes") or 1
+    several, processes = machines(config) > 1, config.number("num_processes") or 1
     if kind not in (*ALONE, "FSDP"):
         what = f"not passed on with distributed_type: {kind}"
         found["use_cpu"] = (what, "remove it, and set use_cpu=True in TrainingArguments")
@@ -81,7 +86,7 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
         if config.get(name) not in _UNSET:
             yield Hit((name,), config.get(name), what, fix, severity="warning")
     if kind == "DEEPSPEED":
-        yield from _machines(config)
+        yield from _unread_hosts(config)
         if not config.section(DEEPSPEED_KEYS):
             what = "without deepspeed_config accelerate trains with ZeRO-2"
             fix = "add deepspeed_config with deepspeed_config_file"
@@ -92,9 +97,9 @@ def _launcher(config: Config) -> str:
     return str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher") or "pdsh")
 
 
-def _machines(config: Config) -> Iterator[Hit]:
+def _unread_hosts(config: Config) -> Iterator[Hit]:
     """Yield keys for several machines that the launcher does not read."""
-    several, launcher = (config.number("num_machines") or 1) > 1, _launcher(config)
+    several, launcher = machines(config) > 1, _launcher(config)
     hosts: tuple[str, ...] = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
     if not several and launcher != "standard":
         hosts += ("deepspeed_multinode_launcher",)

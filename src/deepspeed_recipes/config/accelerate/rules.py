@@ -94,12 +94,12 @@ def choices(config: Config, folder: Path) -> Iterator[Hit]:
 
 def values(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield values whose type accelerate rejects or misreads."""
-    gpus, kind = config.get("gpu_ids"), str(config.get("distributed_type"))
+    gpus, kind, alone = config.get("gpu_ids"), str(config.get("distributed_type")), keys.machines(config) <= 1
     if gpus is not None and not isinstance(gpus, str):
         numbers = ",".join(map(str, gpus)) if isinstance(gpus, list) else str(gpus)
         numbers = "all" if kind in keys.MULTI_DEVICE and "," not in numbers else numbers
         yield Hit(("gpu_ids",), gpus, "accelerate stops where this is not text", f'write "{numbers}", in quotes')
-    elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and _machines(config) <= 1 and "," not in str(gpus):
+    elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and alone and "," not in str(gpus):
         what = f"accelerate stops at a single GPU with distributed_type: {kind}"
         yield Hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
     steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
@@ -120,10 +120,6 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
             yield Hit((DEEPSPEED_KEYS, name), value, "not a switch", "write true or false")
 
 
-def _machines(config: Config) -> float:
-    return config.number("num_machines") or 1
-
-
 def processes(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield numbers of processes and machines that contradict each other."""
     for name in ("num_processes", "num_machines", "machine_rank"):
@@ -131,7 +127,7 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
         if config.has(name) and (isinstance(value, bool) or not isinstance(value, int)):
             yield Hit((name,), value, "not a whole number", f"write {name}: {0 if name == 'machine_rank' else 1}")
             return
-    machines, rank = _machines(config), config.number("machine_rank") or 0
+    machines, rank = keys.machines(config), config.number("machine_rank") or 0
     count = config.number("num_processes")
     if machines < 1:
         yield Hit(("num_machines",), machines, "not a number of machines", "write num_machines: 1")
@@ -318,7 +314,7 @@ def _hybrid_name(value: object) -> str | None:
 
 def _hybrid(section: _Fsdp) -> Iterator[Hit]:
     """Yield FSDP1's strategies in FSDP2, which has two separate keys: one for ZeRO's stage, one for machines."""
-    machines, count = _machines(section.config), section.config.number("num_processes")
+    machines, count = keys.machines(section.config), section.config.number("num_processes")
     for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
         given, moved = section.get(name), name == "fsdp_sharding_strategy"
         if given is None or not (moved or _hybrid_name(given)):
