@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from deepspeed_recipes.commands import evaluate
 from deepspeed_recipes.commands.main import run as run_command
@@ -301,6 +302,37 @@ def test_examples_without_a_learned_answer_are_left_out(tmp_path, capsys):
         else:
             with pytest.raises(UserError, match="all 3 examples mark every answer as not learned"):
                 read(None, file, "exact_match", None)
+
+
+def test_examples_that_are_too_long_or_have_unread_keys_are_named(tmp_path, capsys):
+    file = tmp_path / "some.jsonl"
+    answer = {"role": "assistant", "content": "So."}
+    rows = ({"messages": [{"role": "user", "content": "Why? " * times}, answer], "contxt": "x"} for times in (1, 400))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_command("evaluate", [str(TINY_MODEL), "--data", str(file), "--metric", "loss"]) == 0
+    said = capsys.readouterr().err
+    assert "1 of 2 examples are left out: longer than sequence_length=256" in said and "contxt (2)" in said
+
+
+def test_a_model_without_a_chat_template_is_named(tmp_path, capsys):
+    bare, file = tmp_path / "bare", tmp_path / "some.jsonl"
+    shutil.copytree(TINY_MODEL, bare, ignore=shutil.ignore_patterns("*.jinja"))
+    file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    for metric in ("loss", "exact_match"):
+        assert run_command("evaluate", [str(bare), "--data", str(file), "--metric", metric]) == 2
+        assert f"{bare}: its tokenizer has no chat template" in capsys.readouterr().err
+
+
+def test_labels_that_a_classifier_lacks_are_refused(tmp_path, capsys):
+    folder, file = tmp_path / "classifier", tmp_path / "some.jsonl"
+    config = AutoConfig.from_pretrained(TINY_MODEL, id2label={0: "ham", 1: "spam"}, label2id={"ham": 0, "spam": 1})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+    recipe = pages.find("tiny", "classify")
+    file.write_text('{"text": "a", "label": "spam"}\n{"text": "b", "label": "Spam"}\n')
+    found = read(recipe, file, None, None)
+    with pytest.raises(UserError, match=r"the label 'Spam' is not among those of .*classifier's classes"):
+        score.of(folder, found)
 
 
 def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):

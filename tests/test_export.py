@@ -126,7 +126,8 @@ def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
     copied = {str(file.relative_to(tmp_path / "copy")) for file in (tmp_path / "copy").rglob("*") if file.is_file()}
     assert {name for name in copied if not (TINY_MODEL / name).exists()} - {"README.md"} == kept
     assert {file.name for file in TINY_MODEL.iterdir() if file.is_file()} <= copied
-    assert capsys.readouterr().out == "left out, other formats of weights: original/all.pth, pytorch_model.bin\n"
+    kinds = "(weights in other formats, and hidden files)"
+    assert capsys.readouterr().out == f"left out: original/all.pth, pytorch_model.bin {kinds}\n"
     for name in ("training/notes.txt", "latest_news.md", "checkpoint-names.txt", ".env"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
@@ -134,7 +135,7 @@ def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
     export.write(source, tmp_path / "whole", merge=False)
     for name in ("training/notes.txt", "latest_news.md", "checkpoint-names.txt"):
         assert (tmp_path / "whole" / name).read_text() == name
-    assert capsys.readouterr().out.endswith("left out, hidden files: .env\n")
+    assert capsys.readouterr().out.startswith("left out: .env, original/all.pth, ")
     (source / "more.py").symlink_to("absent.py")
     with pytest.raises(UserError, match=r"more\.py: a link to absent.py, which does not exist"):
         export.write(source, tmp_path / "other", merge=False)

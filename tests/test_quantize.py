@@ -14,7 +14,7 @@ from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, read_json, write_json
-from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
+from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL, TINY_VISION
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model_folder import dequantized, record
 from tests.tiers import tiered
@@ -95,6 +95,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tm
     new = tmp_path / "new"
     for source, kind, output, words in (
         (embeds, "nf4", new, "returns embeddings"),
+        (TINY_VISION, "nf4", new, "is not for models that read images"),
         (experts, "nf4", new, "is an MoE model, and bitsandbytes leaves experts"),
         (experts, "int8-bitsandbytes", new, "is an MoE model, and bitsandbytes leaves experts"),
         (model, "int3", new, "choose int8, int4, fp8, nf4"),
@@ -137,7 +138,12 @@ def wide(folder, width=256):
 
 def test_fp8_in_blocks_is_read_as_published_models_are(tmp_path, capsys):
     source, output = wide(tmp_path / "source"), tmp_path / "small"
+    for name in ("LICENSE", "more.tiktoken", "parts/a.txt", "pytorch_model.bin"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
     assert quantize(source, "fp8-block", output) == 0
+    kept = {name for name in ("LICENSE", "more.tiktoken", "parts/a.txt") if (output / name).read_text() == name}
+    assert len(kept) == 3 and not (output / "pytorch_model.bin").exists()
     config = read_json(output / "config.json")["quantization_config"]
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
     before, held = load_whole(source), load_whole(output)

@@ -471,6 +471,29 @@ def _with_tokenizer(folder: Path) -> Path:
     return folder if own else base_model.find(folder)
 
 
+def model_files(source: Path) -> tuple[list[Path], list[str]]:
+    """Return the files of a model's folder, and the names of its weights in other formats and of its hidden files.
+
+    What a run's own folder holds in addition is in neither.
+    """
+    marks = (COMPLETE, "trainer_state.json", "global_step*", f"{FOLDER}/{RECIPE}")
+    of_run = any(any(source.glob(mark)) for mark in marks)
+    files: list[Path] = []
+    others: list[str] = []
+    for file in sorted(one for one in source.rglob("*") if not one.is_dir()):
+        path = file.relative_to(source)
+        if not file.exists():
+            raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")
+        hidden = next((part for part in path.parts if part.startswith(".")), None)
+        if (of_run and OF_A_RUN.match(str(path))) or "__pycache__" in path.parts or hidden in OF_DOWNLOADS:
+            continue
+        if hidden or file.suffix in OTHER_WEIGHTS:
+            others.append(str(path))
+        else:
+            files.append(file)
+    return files, others
+
+
 def write(source: Path, output: Path, merge: bool) -> str:
     """Write the model in `source` as a Hugging Face folder, empty or new, and return its kind.
 
@@ -491,22 +514,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
-    marks = (COMPLETE, "trainer_state.json", "global_step*", f"{FOLDER}/{RECIPE}")
-    of_run = any(any(source.glob(mark)) for mark in marks)
-    copied, left_out, hidden = [], [], set()
-    for file in [] if is_adapter and merge else sorted(one for one in source.rglob("*") if not one.is_dir()):
-        path = file.relative_to(source)
-        if not file.exists():
-            raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")
-        if (of_run and OF_A_RUN.match(str(path))) or "__pycache__" in path.parts:
-            continue
-        if concealed := next((part for part in path.parts if part.startswith(".")), None):
-            hidden |= {concealed} - OF_DOWNLOADS
-            continue
-        if file.suffix in OTHER_WEIGHTS:
-            left_out.append(str(path))
-        else:
-            copied.append(file)
+    copied, left_out = ([], []) if is_adapter and merge else model_files(source)
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
         part = place / "part"
@@ -528,9 +536,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             kind = "a whole model with the adapter merged into it"
         else:
             if left_out and not (source / COMPLETE).exists():
-                say(f"left out, other formats of weights: {', '.join(left_out)}")
-            if hidden:
-                say(f"left out, hidden files: {', '.join(sorted(hidden))}")
+                say(f"left out: {', '.join(left_out)} (weights in other formats, and hidden files)")
             written = read_json(source / COMPLETE, {}).get("digests", {})
             for file in copied:
                 name = str(file.relative_to(source))
@@ -554,6 +560,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 untrained.add(part, base, trained, recipe.model.trust_remote_code)
             untrained.check(part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
+            kind += ", and no adapter to merge" if merge else ""
         complete.of_copy(part, source, output)
         move(part, output)
     return kind

@@ -85,31 +85,39 @@ def read(
     system.check_cache()
     with contextlib.redirect_stdout(io.StringIO()):  # hides the lines that a run prints about its data
         try:
+            read_from: list[sources.Source] = []
             if data.validation:
-                examples = sources.mix(sources.read(data.validation, recipe), None, recipe.seed)
+                read_from = sources.read(data.validation, recipe)
+                examples = sources.mix(read_from, None, recipe.seed)
             else:
                 examples = load.read_examples(recipe)[1]
         except UserError as error:
             if file is None or recipe.method.examples not in PREFERENCES:
                 raise
             raise UserError(f"{error}\nFor conversations add --metric exact_match or loss.") from None
+    for source in read_from:
+        if source.skipped:
+            skipped = f"{len(source.skipped)} examples are left out, by data.bad=skip:\n{source.skipped[0]}"
+            print(f"{source.name}: {skipped}", file=sys.stderr)
+        if file is not None and (unread := source.unread_line("")):
+            print(unread, file=sys.stderr)
     if examples is None:
         raise UserError("this run held out no examples; name some with --data FILE.")
-    chosen, source = examples.select(range(min(limit or len(examples), len(examples)))), data.validation
+    chosen, origin = examples.select(range(min(limit or len(examples), len(examples)))), data.validation
     if recipe.method.examples == "conversations":
         # As in a run: a conversation without an answer that training teaches measures nothing.
         answers = [example["messages"][example["given"] :] for example in chosen]
         kept = [at for at, turns in enumerate(answers) if any(map(is_learned, turns))]
         if not kept:
             raise UserError(
-                f"{source or data.path}: all {len(chosen)} examples mark every answer as not learned (`train`: false), "
+                f"{origin or data.path}: all {len(chosen)} examples mark every answer as not learned (`train`: false), "
                 "so there is nothing to measure; correct the flags, or name other examples with --data FILE."
             )
         if left := len(chosen) - len(kept):
-            where = f"{source or data.path}: {left} of {len(chosen)} examples"
+            where = f"{origin or data.path}: {left} of {len(chosen)} examples"
             print(f"{where} are left out: no answer is learned", file=sys.stderr)
         chosen = chosen.select(kept)
-    return HeldOut(found, source or f"a share of {data.path}", chosen, recipe)
+    return HeldOut(found, origin or f"a share of {data.path}", chosen, recipe)
 
 
 def trained_on(recipe: Recipe, examples: Dataset) -> int:

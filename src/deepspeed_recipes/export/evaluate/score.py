@@ -15,7 +15,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.recipe import Layout
 from ...training import export, server
-from ...training.data import tokenize
+from ...training.data import classes, tokenize
 from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
 from ...training.data.thinking import stripped
@@ -104,11 +104,12 @@ KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "prefe
 
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
     model, tokenizer, recipe = export.load(folder, placed=True), export.load_tokenizer(folder), held_out.recipe
+    if tokenizer.chat_template is None and recipe.method.examples == "conversations":
+        raise UserError(
+            f"{folder}: its tokenizer has no chat template, in which conversations are measured; save the template "
+            "with which it was trained there, as chat_template.jinja."
+        )
     if held_out.metric == "exact_match":
-        if tokenizer.chat_template is None:
-            raise UserError(
-                "the model's tokenizer has no chat template, which exact_match needs; choose --metric loss."
-            )
         found: list[scores.Answer] = []
         measured = scores.exact_match(
             model,
@@ -139,6 +140,8 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         return _shares([place < 1 for place in places], [])
     right: list[bool] = []
     if held_out.metric == "accuracy":
+        known = [str(name) for name in model.config.id2label.values()]
+        classes.check_known(held_out.source, held_out.examples["label"], known, f"{folder}'s classes")
         answers: list[str] = []
         for batch, logits in classify.judged(model, tokenizer, held_out.examples, recipe, Layout()):
             for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):

@@ -41,6 +41,8 @@ def check(source: Path, output: Path, kind: Kind) -> None:
     adapter = (source / base_model.ADAPTER).exists()
     if not adapter and not (source / "config.json").exists():
         raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
+    if base_model.head_of(source) == "vision":
+        raise UserError(f"{source}: {kind.option} is not for models that read images; it is tested with text alone.")
     if returned := {"scores": "scores", "none": "embeddings"}.get(base_model.head_of(source)):
         raise UserError(f"{source}: {kind.option} is for models that write text, and this model returns {returned}.")
     if not adapter and "quantization_config" in base_model.config_of(source):
@@ -134,10 +136,14 @@ def size(folder: Path) -> int:
 
 def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", place: Path) -> None:
     """Write the quantised weights and their config.json into `part`, with copies of all other files."""
+    from ...training import export
+
     own = {file.name for pattern in WEIGHTS for file in whole.glob(pattern)}
-    for file in sorted(whole.iterdir()):
-        if file.is_file() and file.name not in own and file.suffix in (".json", ".jinja", ".model", ".txt", ".md"):
-            shutil.copy2(file, part)
+    for file in export.model_files(whole)[0]:
+        name = file.relative_to(whole)
+        if str(name) not in own and name.parts[0] != record.FOLDER:
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, part / name)
     from . import fp8_blocks
 
     written = place / "quantised"

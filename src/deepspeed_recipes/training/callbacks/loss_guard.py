@@ -113,8 +113,8 @@ class LossGuard(TrainerCallback):
             why = "the model is already certain of every answer in it, or the loss depends on no trained weight"
             if self.recipe.method.rollouts:
                 why = (
-                    "all answers of a group got the same reward, in every group. If this continues, check that the "
-                    "reward function does not always return the same number, raise grpo.temperature or "
+                    "all answers of a group got the same reward, or none, in every group. If this continues, check "
+                    "that the reward function does not always return the same number, raise grpo.temperature or "
                     "grpo.group_size, or use other prompts"
                 )
             say(

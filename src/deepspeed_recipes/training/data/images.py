@@ -157,10 +157,8 @@ def picture(where: str, source: object, folder: Path | None) -> Picture:
     if isinstance(source, bytes):
         return {"path": None, "bytes": source}
     if not isinstance(source, str) or not source:
-        raise UserError(
-            f"{where} is {'missing' if source is None else f'of type {type(source).__name__}'}; give the path of a "
-            "file, or the bytes of one."
-        )
+        found = "missing" if source in (None, "") else f"of type {type(source).__name__}"
+        raise UserError(f"{where} is {found}; give the path of a file, or the bytes of one.")
     if source.startswith("data:"):
         try:
             return {"path": None, "bytes": base64.b64decode(source.partition(",")[2], validate=True)}

@@ -214,7 +214,12 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
             )
             sample = sft.sample(prompt, wanted, answer)
             append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
-    measured = {"reward": summed / counted if counted else math.nan}
+    if not counted:
+        raise UserError(
+            f"{scorer.key}: none of the {len(examples)} answers to held-out examples has a reward; the warnings above "
+            "give the reasons."
+        )
+    measured = {"reward": summed / counted}
     measured |= {"exact_match": matched / judged} if judged == len(examples) else {}
     pairs = [(answer, wanted) for _, wanted, answer in compared]
     return measured | scores.own_metrics(recipe, pairs, trainer.context.run, trainer.state.global_step)
