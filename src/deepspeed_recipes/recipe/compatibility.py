@@ -107,16 +107,6 @@ def positions(config: JsonView) -> float:
     return text.get("max_position_embeddings") or text.get("n_positions") or math.inf
 
 
-def _too_long(case: Case, _: str) -> Values | None:
-    most = positions(case.recipe.model.config)
-    return {"most": most} if case.recipe.sequence_length > most else None
-
-
-def _without_classifier(case: Case, _: str) -> Values | None:
-    kind = case.dimension("model_type")
-    return {"kind": kind} if kind in NO_CLASSIFIER else None
-
-
 def _without_further_token(case: Case, _: str) -> Values | None:
     kind, count = case.dimension("model_type"), case.dimension("num_nextn_predict_layers", "num_mtp_layers") or 1
     if kind is None or (kind in FURTHER_TOKEN_TYPES and count == 1):
@@ -124,20 +114,10 @@ def _without_further_token(case: Case, _: str) -> Values | None:
     return {"kind": kind, "count": count, "known": " and ".join(FURTHER_TOKEN_TYPES)}
 
 
-def _beyond_vocabulary(case: Case, _: str) -> Values | None:
-    size = case.dimension("vocab_size")
-    return {"size": size} if size and case.recipe.method.top_k > size else None
-
-
 def _family(case: Case, technique: str) -> Values | None:
     kind = case.dimension("model_type")
     found = FAMILIES[technique].get(kind) if kind else None
     return {"kind": kind, "why": found} if found else None
-
-
-def _method(case: Case, technique: str) -> Values | None:
-    found = case.recipe.method.excludes.get(technique)
-    return {"why": found} if found else None
 
 
 def _not_divisible(number: int | None, size: int, factors: str = "") -> Values | None:
@@ -162,14 +142,13 @@ def _ranks_left_over(case: Case, _: str) -> Values | None:
     return None
 
 
-def _split(case: Case, but: str) -> Values | None:
+def _split(case: Case, but: str) -> bool:
     names = {"tensor", "pipeline", "sequence", "expert"} - {but}
-    return {} if any(getattr(case.recipe.layout, name) > 1 for name in names) else None
+    return any(getattr(case.recipe.layout, name) > 1 for name in names)
 
 
-def _too_few_layers(case: Case, _: str) -> Values | None:
-    layers = case.dimension("num_hidden_layers", "n_layer")
-    return {"layers": layers} if layers and layers < case.recipe.layout.pipeline else None
+def _has_own_metric(case: Case) -> bool:
+    return bool(own_code.functions("data.metric", case.recipe.data.metric))
 
 
 def _adapters_at_the_ends(case: Case, _: str) -> Values | None:
@@ -178,52 +157,44 @@ def _adapters_at_the_ends(case: Case, _: str) -> Values | None:
     return {"outside": ", ".join(outside)} if outside else None
 
 
-def _own_metric_in_pipeline(case: Case, _: str) -> Values | None:
-    return (
-        {} if case.recipe.layout.pipeline > 1 and own_code.functions("data.metric", case.recipe.data.metric) else None
-    )
-
-
-def _own_metric_without_answers(case: Case, _: str) -> Values | None:
-    answers = case.recipe.method.examples in ("conversations", "prompts")
-    return None if answers or not own_code.functions("data.metric", case.recipe.data.metric) else {}
-
-
-def _without_experts(case: Case, _: str) -> Values | None:
-    kind = case.dimension("model_type")
-    return {"kind": kind} if kind and not case.dimension(*EXPERT_COUNTS) else None
-
-
-COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
-    "always()": lambda case, technique: {},
-    "too_long()": _too_long,
-    "without_classifier()": _without_classifier,
+Conflict = Values | bool | None
+"""The values that a reason names, True without any, or what is false if there is no conflict."""
+COMPUTED: Mapping[str, Callable[[Case, str], Conflict]] = {
+    "always()": lambda case, _: True,
+    "too_long()": lambda case, _: (
+        (most := positions(case.recipe.model.config)) < case.recipe.sequence_length and {"most": most}
+    ),
+    "without_classifier()": lambda case, _: (kind := case.dimension("model_type")) in NO_CLASSIFIER and {"kind": kind},
     "without_further_token()": _without_further_token,
-    "beyond_vocabulary()": _beyond_vocabulary,
+    "beyond_vocabulary()": lambda case, _: (
+        (size := case.dimension("vocab_size") or math.inf) < case.recipe.method.top_k and {"size": size}
+    ),
     "family()": _family,
-    "method()": _method,
+    "method()": lambda case, technique: (found := case.recipe.method.excludes.get(technique)) and {"why": found},
     "heads()": _heads,
     "shared_heads()": lambda case, _: _not_divisible(case.dimension("num_key_value_heads"), case.recipe.layout.tensor),
     "experts()": lambda case, _: _not_divisible(case.dimension(*EXPERT_COUNTS), case.recipe.layout.expert),
     "ranks_left_over()": _ranks_left_over,
     "split()": _split,
-    "too_few_layers()": _too_few_layers,
+    "too_few_layers()": lambda case, _: (
+        (layers := case.dimension("num_hidden_layers", "n_layer") or math.inf) < case.recipe.layout.pipeline
+        and {"layers": layers}
+    ),
     "adapters_at_the_ends()": _adapters_at_the_ends,
-    "without_experts()": _without_experts,
-    "judges_answers()": lambda case, _: {} if "exact_match" in case.recipe.data.metrics else None,
-    "own_metric_in_pipeline()": _own_metric_in_pipeline,
-    "own_metric_without_answers()": _own_metric_without_answers,
-    "by_epoch()": lambda case, _: (
-        {} if any(isinstance(steps, str) for steps in (case.recipe.save_steps, case.recipe.eval_steps)) else None
+    "without_experts()": lambda case, _: (
+        (kind := case.dimension("model_type")) and not case.dimension(*EXPERT_COUNTS) and {"kind": kind}
     ),
-    "only_files()": lambda case, _: (
-        {} if all(os.path.isfile(one.strip()) for one in case.recipe.data.path.split(",")) else None
+    "judges_answers()": lambda case, _: "exact_match" in case.recipe.data.metrics,
+    "own_metric_in_pipeline()": lambda case, _: case.recipe.layout.pipeline > 1 and _has_own_metric(case),
+    "own_metric_without_answers()": lambda case, _: (
+        case.recipe.method.examples not in ("conversations", "prompts") and _has_own_metric(case)
     ),
-    "no_tracker()": lambda case, _: None if case.recipe.trackers else {},
-    "no_wandb()": lambda case, _: None if "wandb" in case.recipe.trackers else {},
+    "by_epoch()": lambda case, _: any(isinstance(one, str) for one in (case.recipe.save_steps, case.recipe.eval_steps)),
+    "only_files()": lambda case, _: all(os.path.isfile(one.strip()) for one in case.recipe.data.path.split(",")),
+    "no_tracker()": lambda case, _: not case.recipe.trackers,
+    "no_wandb()": lambda case, _: "wandb" not in case.recipe.trackers,
 }
-"""Conditions of the table that are functions of a case and of the layout's field that a row is about. They return the
-values that the reason names, or None if there is no conflict."""
+"""Conditions of the table that are functions of a case and of the layout's field that a row is about."""
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
@@ -297,13 +268,12 @@ def conflicts(case: Case, moment: Moment) -> Iterator[tuple[Row, Values]]:
             continue
         technique = setting.removeprefix("layout.").removesuffix(">1")
         for row, holds in rows:
-            values = COMPUTED[row.when](case, technique) if holds is None else {} if holds(case) else None
-            if values is not None:
+            if values := COMPUTED[row.when](case, technique) if holds is None else holds(case):
                 method, file = case.recipe.method, case.file
                 known = {"method": method.name, "title": method.title, "examples": method.examples}
                 known |= {"whole_loss": method.whole_loss or ""}
                 known |= {"stage": file.stage, "partition_size": file.partition_size} if file else {}
-                yield row, {**known, **values}
+                yield row, known if values is True else {**known, **values}
 
 
 @cache
