@@ -17,10 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.launching import restarts
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, sizes, step_of, write_json
+from deepspeed_recipes.recipe.run_folder import (
+    COMPLETE,
+    RunFolder,
+    newest_checkpoint,
+    read_json,
+    sizes,
+    step_of,
+    write_json,
+)
 from deepspeed_recipes.training.checkpoint import digests, fingerprint
 from deepspeed_recipes.training.data import sources, tokenize
 from deepspeed_recipes.training.data.load import Datasets
+from deepspeed_recipes.training.model import load
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
@@ -49,7 +58,7 @@ def test_the_same_run_resumes(checkpoint):
     [
         ({"data": "c"}, "trained with other data:"),
         ({"tokenizer": "c"}, "another tokenizer or chat template:"),
-        ({"order": {"seed": 2, "global_batch_size": 8}}, r"\(seed=1 global_batch_size=8, now seed=2 global_batch"),
+        ({"order": {"seed": 2, "global_batch_size": 8}}, r"\(seed=1, now seed=2\)"),
     ],
 )
 def test_other_data_is_refused_unless_it_is_accepted(checkpoint, change, said):
@@ -65,7 +74,7 @@ def test_other_data_is_refused_unless_it_is_accepted(checkpoint, change, said):
         ({"recipe": "tiny-3m-lora"}, r"another recipe \(tiny-3m-full, now tiny-3m-lora\)"),
         (
             {"model": {"model_type": "qwen3", "hidden_size": 128}},
-            "hidden_size=64, now model_type=qwen3 hidden_size=128",
+            r"\(hidden_size=64, now hidden_size=128\).*put back the config.json with which it began",
         ),
     ],
 )
@@ -73,6 +82,42 @@ def test_another_models_checkpoint_is_never_accepted(checkpoint, change, said):
     for changed in (False, True):
         with pytest.raises(UserError, match=said):
             fingerprint.check(MARK | change, checkpoint, changed)
+
+
+CHANGES = {
+    "rms_norm_eps": ({"rms_norm_eps": 1e-2}, r"\(rms_norm_eps=1e-06, now rms_norm_eps=0.01\)"),
+    "rope_theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}, "now rope_parameters=.*700000"),
+    "unread": ({"architectures": ["A"], "use_cache": False, "dtype": "float16", "transformers_version": "1"}, None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_config_of_a_base_is_refused_by_key_if_it_changes_what_is_computed(name, tmp_path, model_folder):
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    change, said = CHANGES[name]
+
+    def mark(saved=None):
+        now = MARK | {"model": fingerprint.computing(load.config_of(base, False))}
+        if saved is None:
+            write_json(tmp_path / COMPLETE, {"fingerprint": now})
+        fingerprint.check(now, tmp_path, changed=True)
+        return now
+
+    before = mark()
+    write_json(base / "config.json", read_json(base / "config.json") | change)
+    if said is None:
+        assert mark(before) == before
+        return
+    with pytest.raises(UserError, match=f"another config.json of its model.*{said}"):
+        mark(before)
+
+
+def test_keys_of_another_version_of_transformers_are_not_compared(checkpoint):
+    model = MARK["model"] | {"transformers_version": "9"}
+    fingerprint.check(MARK | {"model": model | {"new": 1}}, checkpoint, changed=False)
+    write_json(checkpoint / COMPLETE, {"fingerprint": MARK | {"model": model}})
+    with pytest.raises(UserError, match=r"\(new=None, now new=1\)"):
+        fingerprint.check(MARK | {"model": model | {"new": 1}}, checkpoint, changed=False)
 
 
 def test_other_weights_of_a_base_are_refused_whichever_files_hold_them(checkpoint, tmp_path, model_folder, alone):

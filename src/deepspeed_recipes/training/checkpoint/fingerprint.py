@@ -1,4 +1,4 @@
-"""Fingerprint of a checkpoint's run: the recipe, the model's dimensions, the tokenizer, the data and their order.
+"""Fingerprint of a checkpoint's run: the recipe, the model's configuration, the tokenizer, the data and their order.
 
 A run that resumes on other data would skip sequences that it has never read, or read some twice, without an error.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import xxhash
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...recipe import own_code
 from ...recipe.errors import UserError
@@ -22,16 +22,15 @@ from ...recipe.run_folder import COMPLETE, read_json
 from .. import distributed
 from ..data.load import Datasets
 from ..data.tokenize import Stream
-from ..model import stored
-from ..model.load import load_config
+from ..model import load, stored
 from ..model_folder import expected
-from .universal import dimensions
 
 FIRST = 64
 """Number of a stream's sequences that are compared; its end is unknown."""
 MEANT = {
     "recipe": "another recipe",
-    "model": "a model with other dimensions",
+    "model": "another config.json of its model",
+    "teacher": "another config.json of its teacher",
     "base": "other weights of its base, its reference or its teacher",
     "tokenizer": "another tokenizer or chat template",
     "data": "other data",
@@ -41,6 +40,11 @@ MEANT = {
 """The meaning of a difference, by the fingerprint's key."""
 ACCEPTABLE = ("tokenizer", "data", "transform", "order")
 """Differences that `data.changed=true` accepts."""
+IDLE = (
+    *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+)
+"""Keys of a config.json that change nothing that a resumed run computes: the recipe decides, or the weights exist."""
 
 
 def began(checkpoint: Path | None) -> str:
@@ -64,7 +68,8 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
         here = [folder for folder in folders if folder]
         return {
             "recipe": recipe.name,
-            "model": dimensions(load_config(recipe).to_dict()),
+            "model": computing(load.load_config(recipe)),
+            **({"teacher": computing(load.config_of(teacher, recipe.model.trust_remote_code))} if teacher else {}),
             "base": expected.of_weights(here) if here and here == folders else None,
             "tokenizer": of_tokenizer(tokenizer),
             "data": of_data(datasets.training),
@@ -86,12 +91,41 @@ def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
     for name, meaning in MEANT.items():
         now = fingerprint.get(name)
         then = saved.get(name, now)
+        if isinstance(now, dict) and isinstance(then, dict):
+            then, now = _apart(then, now)
         if then == now or (changed and name in ACCEPTABLE) or (name == "base" and None in (then, now)):
             continue
         pairs = "" if isinstance(now, str) and name != "recipe" else f" ({_shown(then)}, now {_shown(now)})"
         fix = "data.changed=true accepts it" if name in ACCEPTABLE else "remove that checkpoint, or start a new run"
-        fix = "put back the weights with which it began, or start a new run" if name == "base" else fix
+        if back := {"base": "weights", "model": "config.json", "teacher": "config.json"}.get(name):
+            fix = f"put back the {back} with which it began, or start a new run"
         raise UserError(f"{checkpoint} was trained with {meaning}{pairs}: resuming would not continue it; {fix}.")
+
+
+def _apart(then: Json, now: Json) -> tuple[Json, Json]:
+    """Return the items of two objects that differ.
+
+    Another version of transformers has other keys, and older checkpoints hold a model's dimensions alone: only the keys
+    of both are then compared.
+    """
+    version = "transformers_version"
+    same = then.get(version) == now.get(version)
+    keys = [
+        key
+        for key in (*then, *(now.keys() - then.keys()))
+        if key != version and then.get(key) != now.get(key) and (same or (key in then and key in now))
+    ]
+    return {key: then.get(key) for key in keys}, {key: now.get(key) for key in keys}
+
+
+def computing(config: PreTrainedConfig) -> Json:
+    """Return the values of a model's configuration that change what it computes, and the version that read them."""
+
+    def used(values: Json) -> Json:
+        kept = {key: value for key, value in values.items() if key not in IDLE}
+        return {key: used(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+    return used(json.loads(config.to_json_string(use_diff=False)))
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
