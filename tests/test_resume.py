@@ -3,6 +3,7 @@
 A finished run that goes on: with more steps or epochs, or after it stopped early.
 """
 
+import contextlib
 import glob
 import json
 import math
@@ -38,6 +39,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.stopping import StopOnSignal
 from deepspeed_recipes.training.checkpoint import universal
+from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.optimizer import rate_schedule
 from tests.launching import BIN
 from tests.ranks import read_logs
@@ -250,6 +252,32 @@ def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_
         assert "\n" not in str(refused.value) and ("leave" in str(refused.value) or "use " in str(refused.value))
     for change in ACCEPTED:
         check(change)
+
+
+EDITS = {
+    "data_types": (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        r"=own\.json: its data_types block .*; use",
+    ),
+    "bf16": ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, r"=own\.json: its bf16 block"),
+    "optimizer": ({"optimizer": {"type": "Lion"}}, r"=own\.json: its optimizer is Lion, and .* the states of adamw"),
+    "accepted": ({"bf16": {"enabled": False}, "optimizer": {"type": "AdamW"}, "gradient_clipping": 2.0}, None),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_deepspeed_file_that_was_edited_in_place_is_compared_as_another_file_is(name, tmp_path, conversations):
+    run, file = RunFolder(tmp_path / "run"), tmp_path / "own.json"
+    write_json(file, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}})
+    recipe = paths.locate(small(TINY_MODEL, conversations, deepspeed=str(file), precision="fp32"))
+    write_recipe(run, recipe)
+    write_json(run.deepspeed, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})
+    universal.check(recipe, run, deepspeed_file.read(file), 2)
+    change, said = EDITS[name]
+    write_json(file, read_json(file) | change)
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        universal.check(recipe, run, deepspeed_file.read(file), 2)
 
 
 def test_the_launcher_prints_what_a_resumed_run_changes(tmp_path, capsys):

@@ -75,6 +75,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
     if name := next((name for name, is_so in changed.items() if is_so), None):
         size = getattr(saved, name)
         raise refusal("layout of a checkpoint", name=name, size=getattr(asked, name), checkpoint=checkpoint, saved=size)
+    _check_file(recipe, file, saved_file, checkpoint)
     _check_model(recipe, read_recipe(run), checkpoint)
     why = None  # what the universal form cannot hold
     kind = saved_file.optimizer or recipe.optimizer
@@ -91,6 +92,28 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"{checkpoint} was written by {complete['world_size']} ranks, and DeepSpeed cannot convert {why} "
             f"for another number; use --gpus {complete['world_size']} {as_overrides(saved)}".rstrip()
             + "."
+        )
+
+
+def _check_file(recipe: Recipe, new: DeepSpeedFile, old: DeepSpeedFile, checkpoint: Path) -> None:
+    """Refuse another content of the DeepSpeed file, whatever its name; `old` is what the engine got, without "auto"."""
+    for block in ("bf16", "data_types"):  # the dtypes of weights, gradients and states
+        # `precision` fills `enabled`, and is compared by itself.
+        now, then = (
+            {key: value for key, value in (file.content.get(block) or {}).items() if key != "enabled"}
+            for file in (new, old)
+        )
+        if now != then:
+            raise UserError(
+                f"deepspeed={new.name}: its {block} block differs from that with which {checkpoint} was written "
+                f"({shown(then or 'none')}); use that block, or start a new run without --resume."
+            )
+    # AutoEP's experts have groups of their own, so the file's optimizer is not used.
+    kind, before = ((recipe.layout.expert == 1 and file.optimizer) or recipe.optimizer for file in (new, old))
+    if kind.lower() != before.lower():
+        raise UserError(
+            f"deepspeed={new.name}: its optimizer is {kind}, and {checkpoint} holds the states of {before}; use the "
+            "file with which the run started, or start a new run without --resume."
         )
 
 
@@ -116,20 +139,6 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
             raise UserError(
                 f"{key}={shown(asked)}: {checkpoint} holds weights and states of a run with {shown(held)}; leave it "
                 "unchanged, or start a new run without --resume."
-            )
-    if recipe.deepspeed != saved.deepspeed and Path(saved.deepspeed).exists():
-        new, old = deepspeed_file.read(recipe.deepspeed), deepspeed_file.read(saved.deepspeed)
-        for block in ("bf16", "data_types"):  # the dtypes of weights, gradients and states
-            if new.content.get(block) != old.content.get(block):
-                raise UserError(
-                    f"deepspeed={new.name}: its {block} block differs from that of {old.name}, with which "
-                    f"{checkpoint} was written; use {old.name}, or start a new run without --resume."
-                )
-        kind, before = new.optimizer or recipe.optimizer, old.optimizer or saved.optimizer
-        if kind.lower() != before.lower():
-            raise UserError(
-                f"deepspeed={new.name}: its optimizer is {kind}, and {checkpoint} holds the states of {before}; use "
-                f"{old.name}, or start a new run without --resume."
             )
     shape = ("rank", "alpha", "target_modules", "target_parameters", "modules_to_save")
     for name in (*shape, "dora", "rslora", "init", "plus_ratio"):
