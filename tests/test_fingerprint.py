@@ -38,6 +38,7 @@ MARK = {
     "model": {"model_type": "qwen3", "hidden_size": 64},
     "tokenizer": "a",
     "data": "b",
+    "held_out": "h",
     "order": {"seed": 1, "global_batch_size": 8},
 }
 
@@ -57,6 +58,7 @@ def test_the_same_run_resumes(checkpoint):
     ("change", "said"),
     [
         ({"data": "c"}, "trained with other data:"),
+        ({"held_out": "c"}, "other held-out examples:"),
         ({"tokenizer": "c"}, "another tokenizer or chat template:"),
         ({"order": {"seed": 2, "global_batch_size": 8}}, r"\(seed=1, now seed=2\)"),
     ],
@@ -165,6 +167,12 @@ def test_the_digest_of_data_is_that_of_its_content_and_order(tmp_path, conversat
     assert digest(lines) == digest(lines)
     assert digest(lines) not in {digest(other) for other in others}
     assert digest(lines, streaming=True) == digest(lines, streaming=True) != digest(lines[::-1], streaming=True)
+
+
+def test_a_run_without_held_out_examples_may_get_some_and_lose_them(checkpoint):
+    fingerprint.check(MARK | {"held_out": None}, checkpoint, changed=False)
+    write_json(checkpoint / COMPLETE, {"fingerprint": MARK | {"held_out": None}})
+    fingerprint.check(MARK, checkpoint, changed=False)
 
 
 def test_pieces_of_arrow_do_not_show():

@@ -12,7 +12,15 @@ from deepspeed_recipes.commands import report as command
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import printable
 from deepspeed_recipes.recipe.overrides import apply
-from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import (
+    RunFolder,
+    append_jsonl,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_jsonl,
+    write_recipe,
+)
 from deepspeed_recipes.report import charts, run_data, text, write
 from deepspeed_recipes.report.page import Chart, Curve, Document, duration
 from deepspeed_recipes.report.sections import curves, examples, hardware, results, settings
@@ -429,6 +437,18 @@ def test_the_verdict_judges_the_result(tmp_path):
     assert chance == "It rose by 10.0 points; on 16 examples such a difference can be chance."
     few = a_run(tmp_path / "few", steps=1)
     assert results.judgement(run_data.read(few.path)) == "It rose by 97.5 points; 1 update is too few to judge."
+
+
+def test_scores_on_other_held_out_examples_are_not_compared(tmp_path):
+    """A resumed run may have got others, with data.changed=true."""
+    run = a_run(tmp_path / "run")
+    rows = read_jsonl(run.evaluations)
+    write_jsonl(run.evaluations, [row | {"held_out": "b" if row is rows[-1] else "a"} for row in rows])
+    write_json(run.summary, read_json(run.summary) | {"metric": "loss", "before": None, "after": rows[-1]["loss"]})
+    data = run_data.read(run.path)
+    assert results.sentence(data).endswith("; before training it was not measured on them.")
+    assert "before" not in " ".join(str(name) for name, *_ in results.rows(data))
+    assert results.judgement(data).startswith("Nothing was measured so before training")
 
 
 def test_the_verdict_says_what_was_trained_where_and_how(tmp_path):

@@ -232,6 +232,28 @@ def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):
     assert evaluation.warning(0.4) is None
 
 
+def test_a_score_from_before_on_other_examples_or_by_another_metric_is_not_shown(tmp_path):
+    recipe, run = pages.find("tiny", "full"), RunFolder(tmp_path)
+    for row in ({"step": 0, "loss": 8.0}, {"step": 2, "loss": 6.0}):
+        append_jsonl(run.evaluations, row | {"held_out": "first"})
+
+    def judge(metric, **row):
+        append_jsonl(run.evaluations, row)
+        given = replace(recipe, data=replace(recipe.data, metric=metric), keep_best=True)
+        evaluation = Evaluation(given, run, Datasets([], [{}] * 4, None, []), None, None, print)
+        assert evaluation.warning(row[metric]) is None
+        return evaluation.last_line(row[metric]), evaluation.before(), judgements(run, given)
+
+    same = judge("loss", step=4, loss=5.0, held_out="first")
+    assert same == ("loss on 4 held-out examples: 8.0000 -> 5.0000", 8.0, {2: (6.0, 6.0), 4: (5.0, 5.0)})
+    unknown = "{} on 4 held-out examples: {} (before training: not measured)"
+    # Asked for another metric when it resumed.
+    line, before, found = judge("exact_match", step=5, loss=4.0, exact_match=0.5, held_out="first")
+    assert (line, before, list(found)) == (unknown.format("exact match", "50.0%"), None, [5])
+    line, before, found = judge("loss", step=6, loss=7.0, held_out="second")
+    assert (line, before, list(found)) == (unknown.format("loss", "7.0000"), None, [6])
+
+
 def test_no_right_answer_is_explained(tmp_path):
     recipe, run = pages.find("tiny", "full"), RunFolder(tmp_path)
     append_jsonl(run.evaluations, {"step": 0, "exact_match": 0.0, "cut_off": 0.5})

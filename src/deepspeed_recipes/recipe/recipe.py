@@ -163,7 +163,7 @@ class Data:
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that the GPU does not wait
     for the next batch; 0 for streams and without a GPU, where the workers would take cores from the computation."""
     changed: bool = False
-    """With `--resume`: accept data, an order or a tokenizer that differs from the checkpoint's."""
+    """With `--resume`: accept data, held-out data, an order or a tokenizer that differs from the checkpoint's."""
 
     @property
     def metrics(self) -> list[str]:

@@ -9,11 +9,11 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import files
 from .conversions import from_dict, to_dict
@@ -22,6 +22,8 @@ from .files import Json, JsonView
 from .methods.method import higher_is_better
 from .project import runs
 from .recipe import Recipe
+
+Row = TypeVar("Row", bound=JsonView)
 
 COMPLETE = "complete.json"
 """Rank 0 writes this file last, after every rank has finished; a checkpoint without it is incomplete."""
@@ -330,9 +332,18 @@ def judgements(run: RunFolder, recipe: Recipe) -> dict[int, tuple[float, float]]
 
     Before the first step nothing is trained, and the evaluation of an export repeats an earlier one.
     """
-    rows = [row for row in read_jsonl(run.evaluations) if row["step"] and "exported" not in row]
+    rows = [row for row in comparable(read_jsonl(run.evaluations)) if row["step"] and "exported" not in row]
     key = next((key for key in (f"sampled_{recipe.metric}", recipe.metric) if any(key in row for row in rows)), "loss")
     return {row["step"]: (row[key], for_ties(recipe, row)) for row in reversed(rows) if key in row}
+
+
+def comparable(evaluations: Sequence[Row]) -> list[Row]:
+    """Return the evaluations on the same held-out examples as the last one: a resumed run may have got others.
+
+    Older versions did not record the examples' digest, `held_out`.
+    """
+    last = evaluations[-1].get("held_out") if evaluations else None
+    return [row for row in evaluations if row.get("held_out", last) == last]
 
 
 def for_ties(recipe: Recipe, evaluation: JsonView) -> float:

@@ -10,7 +10,7 @@ from ..recipe import files
 from ..recipe.bounds import typed
 from ..recipe.errors import UserError, first_line, printable, redact
 from ..recipe.project import runs
-from ..recipe.run_folder import RunFolder
+from ..recipe.run_folder import RunFolder, comparable
 from . import run_data
 from .page import Block, Cell, Chart, Curve, Document, Link, Note, Number, Section, Table, number
 from .run_data import RunData
@@ -197,7 +197,8 @@ def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: st
         )
         if any(lines):
             yield Chart(title, x_label, tuple(map(Curve, labels, smooth)), log=key == "loss" and packs).block()
-    held_out = [curves.points(sorted(run.evaluations, key=lambda row: row["step"]), "loss", x) for run in found]
+    measured = [sorted(comparable(run.evaluations), key=lambda row: row["step"]) for run in found]
+    held_out = [curves.points(rows, "loss", x) for rows in measured]
     if any(held_out):
         drawn = tuple(Curve(label, line, dotted=True) for label, line in zip(labels, held_out, strict=True))
         yield Chart("Held-out loss", x_label, drawn, log=packs).block()

@@ -236,7 +236,7 @@ def prepare(
         alone = recipe.data.metrics == ["loss"] and recipe.metric == "loss"
         asks = alone and recipe.layout.pipeline == 1 and recipe.data.sample_answers != 0
         answer = getattr(own, "answer", None) if asks else None
-        evaluation = Evaluation(recipe, run, datasets, parallel, own.metric, trackers.record, answer)
+        evaluation = Evaluation(recipe, run, datasets, parallel, own.metric, trackers.record, answer, mark["held_out"])
     elif recipe.picks:
         raise UserError(
             "early_stopping and keep_best need held-out examples, and there are too few to hold out any; add "

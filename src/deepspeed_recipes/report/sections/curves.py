@@ -7,6 +7,7 @@ from typing import TypeGuard
 from ...recipe.files import JsonView
 from ...recipe.methods import method
 from ...recipe.recipe import Recipe
+from ...recipe.run_folder import comparable
 from ..page import Block, Chart, Curve, HeatMap, Note, Section, Table, number
 from ..run_data import Row, RunData
 
@@ -69,7 +70,8 @@ def section(run: RunData) -> Section:
 
 def _charts(run: RunData) -> Iterator[Chart]:
     restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
-    evaluations = sorted(run.evaluations, key=lambda row: row["step"])  # that of an export of the best step is last
+    # That of an export of the best step is last.
+    evaluations = sorted(comparable(run.evaluations), key=lambda row: row["step"])
     held_out = Curve("held out", points(evaluations, "loss"), dotted=True)
     loss = (*with_smoothed(points(run.metrics, "loss")), held_out)
     yield Chart(run.recipe.method.curve, "step", loss, log=run.recipe.method.packs, marks=restarts)

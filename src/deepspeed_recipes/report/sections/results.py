@@ -8,8 +8,9 @@ from statistics import median
 from ...recipe.errors import redact
 from ...recipe.methods import method
 from ...recipe.recipe import names
+from ...recipe.run_folder import comparable
 from ..page import Block, Cell, Note, Number, Section, Table, number
-from ..run_data import RunData
+from ..run_data import Row, RunData
 from . import curves
 from .settings import moment
 
@@ -64,8 +65,9 @@ def judgement(run: RunData) -> str:
     few = f"{steps} update{' is' if steps == 1 else 's are'} too few to judge." if steps < FEWEST else ""
     metric, (_, before, after) = run.summary.get("metric"), score(run)
     if before is None or after is None:
-        return few or "Nothing was measured on held-out examples, so this does not show that the model is better."
-    start, end, losses = before.value, after.value, curves.points(run.evaluations, "loss")
+        what = "on held-out examples" if after is None else "so before training"
+        return few or f"Nothing was measured {what}, so this does not show that the model is better."
+    start, end, losses = before.value, after.value, curves.points(comparable(run.evaluations), "loss")
     if metric in method.SHARES:
         points, held_out = 100 * (end - start), (run.data.get("held_out") or {}).get("examples")
         said = f"It {'rose' if points > 0 else 'fell'} by {abs(points):.1f} points" if points else "It did not change"
@@ -99,6 +101,8 @@ def sentence(run: RunData) -> str:
         return f"Stopped after {how}; the same command with --resume continues it."
     if not run.summary:
         return f"Not finished: {how} logged, but summary.json is missing. The run is still training, or it failed."
+    if after is not None and before is None:
+        return f"{name} on held-out examples: {after.text}, in {how}; before training it was not measured on them."
     if before is None or after is None:
         losses = (number(row.get("loss"), ".4f", "metrics.jsonl") for row in (run.metrics[0], last))
         first, end = (loss.text if loss else "-" for loss in losses)
@@ -121,19 +125,22 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
     name, before, after = score(run)
     name = "Held-out loss" if run.summary.get("metric") == "loss" else name
     found: list[tuple[Cell, ...]] = [(f"{name}, before", before, None), (f"{name}, after", after, None)]
+    kept = comparable(run.evaluations)
+    measured = [(index, row) for index, row in enumerate(run.evaluations, 1) if row in kept]
+
+    def ends(of: list[tuple[int, Row]]) -> Iterator[tuple[str, int, Row]]:
+        yield from (("after" if row["step"] else "before", index, row) for index, row in of[:1] + of[1:][-1:])
+
     if run.summary.get("metric") != "loss":
-        measured = [(index, row) for index, row in enumerate(run.evaluations, 1) if "loss" in row]
-        for when, (index, row) in zip(("before", "after"), measured[:1] + measured[1:][-1:], strict=False):
+        for when, index, row in ends([(index, row) for index, row in measured if "loss" in row]):
             loss = number(row["loss"], ".4f", f"evaluations.jsonl:{index}:loss", " nats")
             found.append((f"Held-out loss, {when}", loss, None))
-    if run.evaluations:
-        own = {part for part in run.recipe.data.metrics if part in run.evaluations[0]} - {"loss"}
-        keys = [key for key in run.evaluations[0] if any(key == part or key.startswith(f"{part}_") for part in own)]
+    if kept:
+        own = {part for part in run.recipe.data.metrics if part in kept[0]} - {"loss"}
+        keys = [key for key in kept[0] if any(key == part or key.startswith(f"{part}_") for part in own)]
         for key in (key for key in keys if key != run.summary.get("metric")):
-            for when, index in (("before", 1), ("after", len(run.evaluations))):
-                value = number(
-                    run.evaluations[index - 1].get(key), method.form(key), f"evaluations.jsonl:{index}:{key}"
-                )
+            for when, index, row in ends(measured):
+                value = number(row.get(key), method.form(key), f"evaluations.jsonl:{index}:{key}")
                 found.append((f"{method.title(key).capitalize()}, {when}", value, None))
     shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
 

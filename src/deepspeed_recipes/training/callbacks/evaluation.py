@@ -18,6 +18,7 @@ from ...recipe.run_folder import (
     append_jsonl,
     best_step,
     checkpoints,
+    comparable,
     for_ties,
     is_marked,
     judgements,
@@ -46,12 +47,13 @@ class Evaluation(TrainerCallback):
         metric: Callable[[object, object], dict[str, float]],
         on_record: Callable[[Json], None],
         answer: Callable[[object, object], None] | None = None,
+        digest: str | None = None,
     ) -> None:
         """Measure with a method's and a layout's own functions.
 
         `datasets` has held-out examples, `parallel` measures the loss and `metric` is the method's own. `on_record`
         gets the numbers of each evaluation. `answer` stores a few answers at the start and the end, where the metric
-        needs none.
+        needs none. Each record has the held-out examples' `digest`, by which later ones are comparable.
         """
         self.recipe = recipe
         self.run = run
@@ -60,6 +62,7 @@ class Evaluation(TrainerCallback):
         self.measure_metric = metric
         self.on_record = on_record
         self.answer = answer
+        self.digest = digest
         self.ended: str | None = None
         """Why the run ended before its last step, or None."""
         self.latest: Json = {}
@@ -70,9 +73,16 @@ class Evaluation(TrainerCallback):
         """The metric that judges the run: the method's own where it has one, otherwise the recipe's."""
         return self.recipe.metric
 
-    def before(self) -> float:
-        """Return the metric before the first step; read from the log, so that a resumed run has it too."""
-        return read_jsonl(self.run.evaluations)[0][self.metric]
+    def before(self) -> float | None:
+        """Return the metric before the first step; read from the log, so that a resumed run has it too.
+
+        None if it was not measured then, on the examples of the latest evaluation and by the metric that judges now.
+        """
+        first = self._rows()[0]
+        return None if first["step"] else first.get(self.metric)
+
+    def _rows(self) -> list[Json]:
+        return comparable(read_jsonl(self.run.evaluations))
 
     def described(self) -> Json:
         """Return the model card's facts about the held-out examples, except the metric after training."""
@@ -80,23 +90,23 @@ class Evaluation(TrainerCallback):
 
     @property
     def judged(self) -> Dataset:
-        """The held-out examples that count: where the run tokenizes them, as tokens, without those that are too long.
-
-        A method that tokenizes by itself gets the examples as they were read.
-        """
-        found = self.datasets.held_out_sequences
-        return self.datasets.held_out if found is None else found
+        """The held-out examples that count; there are some."""
+        found = self.datasets.judged
+        assert found is not None, "nothing measures without them"
+        return found
 
     def last_line(self, after: float) -> str:
         """Return the line that judges a run: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         kind = "sequence" if self.recipe.method.examples == "texts" else "example"  # long texts are cut into several
         of = "all pairs of " if self.metric == "judgement_accuracy" else ""
         what = f"{title(self.metric)} on {of}{counted(len(self.judged), f'held-out {kind}')}"
-        line = f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}"
+        if (before := self.before()) is None:
+            return f"{what}: {shown(self.metric, after)} (before training: not measured)"
+        line = f"{what}: {shown(self.metric, before)} -> {shown(self.metric, after)}"
         # The margin of preferences, or the method's second number.
         method = self.recipe.method
         key = method.beside or self.metric.replace("_accuracy", "_margin")
-        found = [row[key] for row in read_jsonl(self.run.evaluations) if key != self.metric and key in row]
+        found = [row[key] for row in self._rows() if key != self.metric and key in row]
         if found and method.beside:
             line += f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
         elif found:
@@ -105,10 +115,10 @@ class Evaluation(TrainerCallback):
 
     def warning(self, after: float) -> str | None:
         """Return a warning if no answer is right, the kept step is worse than none, or length decides, or None."""
-        rows = read_jsonl(self.run.evaluations)
+        rows, known = self._rows(), self.before() is not None
         first, last = rows[0], rows[-1] | {self.metric: after}
         sign = -1 if higher_is_better(self.metric) else 1
-        if self.recipe.keep_best:
+        if self.recipe.keep_best and known:
             before, reached = ((sign * row[self.metric], for_ties(self.recipe, row)) for row in (first, last))
             if reached > before:
                 key = self.metric if reached[0] != before[0] else self.recipe.tie_breaker
@@ -117,7 +127,7 @@ class Evaluation(TrainerCallback):
                     f"{title(key)} {shown(key, first[key])}, then {shown(key, last.get(key, math.nan))}; lower "
                     f"learning_rate (now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
                 )
-        if self.recipe.method.reference and self.metric == "preference_accuracy" and after < 0.5:
+        if known and self.recipe.method.reference and self.metric == "preference_accuracy" and after < 0.5:
             if (rose := last["preference_margin"] - first["preference_margin"]) <= 0:
                 return None
             return (
@@ -197,6 +207,7 @@ class Evaluation(TrainerCallback):
         if not known:
             always = self.recipe.picks and not self.recipe.eval_examples
             record = {"step": step, **self._measured(trainer, with_metric or always)}
+            record |= {"held_out": self.digest} if self.digest else {}
             record |= {} if exported is None else {"exported": True}
         if with_metric and self.answer:
             try:
@@ -208,7 +219,7 @@ class Evaluation(TrainerCallback):
             return record
         if distributed.is_first():
             append_jsonl(self.run.evaluations, record)
-            numbers = {key: value for key, value in record.items() if key not in ("step", "exported")}
+            numbers = {key: value for key, value in record.items() if key not in ("step", "exported", "held_out")}
             say(f"held-out, step {step}: {'  '.join(f'{title(key)} {value:.4f}' for key, value in numbers.items())}")
             if exported is None:
                 self.on_record({"step": step, **{f"held_out/{key}": value for key, value in numbers.items()}})

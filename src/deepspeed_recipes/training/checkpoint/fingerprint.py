@@ -34,11 +34,12 @@ MEANT = {
     "base": "other weights of its base, its reference or its teacher",
     "tokenizer": "another tokenizer or chat template",
     "data": "other data",
+    "held_out": "other held-out examples",
     "transform": "another data.transform",
     "order": "another order of the data",
 }
 """The meaning of a difference, by the fingerprint's key."""
-ACCEPTABLE = ("tokenizer", "data", "transform", "order")
+ACCEPTABLE = ("tokenizer", "data", "held_out", "transform", "order")
 """Differences that `data.changed=true` accepts."""
 IDLE = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache"),
@@ -65,7 +66,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
         again = recipe.lora is not None or recipe.method.asks_reference
         teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
         folders = [stored.folder_of(path) for path in (recipe.model.path if again else None, teacher) if path]
-        here = [folder for folder in folders if folder]
+        here, judged = [folder for folder in folders if folder], datasets.judged
         return {
             "recipe": recipe.name,
             "model": computing(load.load_config(recipe)),
@@ -73,6 +74,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
             "base": expected.of_weights(here) if here and here == folders else None,
             "tokenizer": of_tokenizer(tokenizer),
             "data": of_data(datasets.training),
+            "held_out": None if judged is None else of_data(judged),
             "transform": own_code.digests(recipe).get("data.transform"),
             # A step's place in the data is its number times the global batch size.
             "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
@@ -93,7 +95,7 @@ def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
         then = saved.get(name, now)
         if isinstance(now, dict) and isinstance(then, dict):
             then, now = _apart(then, now)
-        if then == now or (changed and name in ACCEPTABLE) or (name == "base" and None in (then, now)):
+        if then == now or (changed and name in ACCEPTABLE) or (name in ("base", "held_out") and None in (then, now)):
             continue
         pairs = "" if isinstance(now, str) and name != "recipe" else f" ({_shown(then)}, now {_shown(now)})"
         fix = "data.changed=true accepts it" if name in ACCEPTABLE else "remove that checkpoint, or start a new run"

@@ -42,6 +42,14 @@ class Datasets:
     shown: JsonView | None = None
     """The sequence of `sample`, if it has images."""
 
+    @property
+    def judged(self) -> Dataset | None:
+        """The held-out examples that count: where the run tokenizes them, as tokens, without those that are too long.
+
+        A method that tokenizes by itself gets the examples as they were read.
+        """
+        return self.held_out if self.held_out_sequences is None else self.held_out_sequences
+
     def described(self, tokenizer: PreTrainedTokenizerBase) -> Json:
         """Return `description` with the special tokens in its examples, and with counts where no `Report` has them."""
         text = "".join(text for pieces in self.description.get("shown") or () for text, _ in pieces)

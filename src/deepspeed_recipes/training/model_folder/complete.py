@@ -15,7 +15,16 @@ from ...recipe import files
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.methods import Embed
-from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, read_jsonl, read_recipe, step_of, write_json
+from ...recipe.run_folder import (
+    CHECK_FAILED,
+    RunFolder,
+    comparable,
+    read_json,
+    read_jsonl,
+    read_recipe,
+    step_of,
+    write_json,
+)
 from . import base_model, card, record
 
 
@@ -56,7 +65,8 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
         return of_run(folder, run, place, read_json(run.summary, {}))
     elif (run := RunFolder(source.parents[1])).recipe.exists() and source.name.startswith("checkpoint-"):
         step, metric = step_of(source), read_recipe(run).metric
-        measured = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}  # as far as it was then
+        rows = comparable([row for row in read_jsonl(run.evaluations) if row["step"] <= step])
+        measured = {row["step"]: row.get(metric) for row in rows}  # as far as it was then
         results = {"metric": metric, "before": measured.get(0), "after": measured.get(step)}
         return of_run(folder, run, place, results, step)
     elif (source / card.FILE).exists():
