@@ -29,7 +29,6 @@ ELSEWHERE = {
     "machine/ops.py": "a stamp that is renamed, and an empty file to lock",
     "machine/run_lock.py": "the lock, which is linked",
     "export/shrink.py": "a new folder",
-    "prove/techniques.py": "data in a temporary folder",
     "prove/prove.py": "a new folder for each report",
     "scripts/maintain/calibration/cpu_speed.py": "data in a temporary folder",
     "scripts/maintain/samples/make_data.py": "imports nothing of the project; git has the old file",
