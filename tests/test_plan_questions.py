@@ -123,6 +123,20 @@ def test_short_documents_in_long_sequences_attend_to_less(answer, tmp_path, caps
     assert 1.1 < fast / slow < 3
 
 
+def test_sources_with_weights_are_drawn_from_until_each_has_been_read(tmp_path):
+    """With 9 of 10 from `a`, reading the 100 examples of `b` once takes 1,000 draws, so 900 from the 100 of `a`."""
+    page = model_recipe.find("tiny", "pretrain")
+    for name, length in (("a", 40), ("b", 400)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": name * length}) + "\n") * 100)
+    data = replace(page.data, path=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", weights="9,1", validation_share=0.0)
+    elsewhere = replace(page, data=data, model=replace(page.model, path="owner/name"))  # 4 characters per token
+    assert workload.tokens_of(elsewhere)[0] == pytest.approx(900 * 10 + 100 * 100)
+    size = workload.size_of(elsewhere)
+    assert (size.examples, size.documents, size.tokens) == (1000, 1000, 19000)
+    once = replace(elsewhere, data=replace(data, weights=None))
+    assert workload.tokens_of(once)[0] == pytest.approx(100 * 10 + 100 * 100)
+
+
 def test_a_pair_of_answers_reads_its_prompt_twice():
     recipe = model_recipe.find("tiny", "dpo_lora")
     lines = (SAMPLES / "preferences" / "train.jsonl").read_text(encoding="utf-8").splitlines()

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def tokens_of(recipe: Recipe, per_token: float | None = None) -> tuple[float, fl
         UserError: the data is not local text, or not in a format that the method reads.
     """
     per_token = per_token or _characters_per_token(recipe)
-    lengths = _lengths(_files(recipe), recipe, per_token)
+    lengths = _lengths(recipe, per_token)
     characters, examples = sum(times * length for length, times in lengths), sum(times for _, times in lengths)
     if not characters:
         raise UserError(f"data.path={' '.join(names(recipe.data.path))}: has no text to train on; give --tokens.")
@@ -117,7 +118,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     try:
         files = list(_files(recipe))
         large, per_token = _text_bytes(files) > QUICK, _characters_per_token(recipe)
-        lengths = _lengths(files, recipe, per_token, large)
+        lengths = _lengths(recipe, per_token, large)
     except UserError:
         return None
     if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
@@ -230,18 +231,30 @@ def _bad(recipe: Recipe) -> text_files.BadExamples | None:
     return text_files.BadExamples() if recipe.data.bad == "skip" else None
 
 
-def _lengths(files: Iterable[Path], recipe: Recipe, per_token: float, large: bool = False) -> list[tuple[float, float]]:
-    """Return the characters of each example that is read, and the number of examples that it stands for.
+def _lengths(recipe: Recipe, per_token: float, large: bool = False) -> list[tuple[float, float]]:
+    """Return the characters of each example that is read, and how many examples of an epoch it stands for.
 
-    They include those that a chat template would add to its turns.
+    They include those that a chat template would add to its turns. By `data.weights` the sources are drawn from until
+    each has been read, as in `sources.mix`, and the others are repeated.
     """
-    found = []
-    for file in files:
-        examples, times = _read(file, recipe, large)
-        for example in examples:
-            parts = (TEMPLATE * per_token if text is None else len(text) for text in _texts(example))
-            found.append((sum(parts), times))
-    return found
+    sources = []
+    for name in names(recipe.data.path):
+        found = []
+        for file in _files(replace(recipe, data=replace(recipe.data, path=name))):
+            examples, times = _read(file, recipe, large)
+            for example in examples:
+                parts = (TEMPLATE * per_token if text is None else len(text) for text in _texts(example))
+                found.append((sum(parts), times))
+        sources.append(found)
+    if (shares := text_files.weights(recipe.data)) is None:
+        return [one for source in sources for one in source]
+    counts = [sum(times for _, times in source) for source in sources]
+    drawn = max(count / share for count, share in zip(counts, shares, strict=True))
+    return [
+        (length, times * drawn * share / count)
+        for source, count, share in zip(sources, counts, shares, strict=True)
+        for length, times in source
+    ]
 
 
 def _texts(value: object) -> Iterator[str | None]:
