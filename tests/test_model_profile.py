@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.planning.cost import activations
 from deepspeed_recipes.planning.cost.states import NF4
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
-from deepspeed_recipes.planning.model_profile import allocations, lookup
+from deepspeed_recipes.planning.model_profile import allocations, lookup, meta_device
 from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
 from deepspeed_recipes.planning.model_profile.meta_device import profile_model
 from deepspeed_recipes.recipe import pages
@@ -213,6 +213,22 @@ def test_4_bit_weights_save_the_same_activations_and_need_the_predicted_memory(t
     assert sum(one.nbytes for one in packed) + scales == pytest.approx(NF4 * linears, rel=0.01)
     setup = setup_for("llama3", lora=LORA)
     assert predicted(profile, setup) == pytest.approx(measured(model, setup), rel=0.05)
+
+
+def test_layers_that_scan_token_by_token_are_profiled_from_short_sequences(monkeypatch):
+    """Jamba's reference scan took minutes with the usual lengths; its memory for longer sequences follows as well."""
+    measure, lengths = allocations.measure, []
+    monkeypatch.setattr(allocations, "measure", lambda *words: lengths.append(words[-1]) or measure(*words))
+    config = {"model_type": "jamba", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "num_experts": 2}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_dt_rank": 4}
+    config |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+    kinds = profile_model(config, [None, LORA]).layer_kinds
+    assert max(lengths) < 64
+    model = meta_device._two_of_each_kind(meta_device.build(config), range(2))
+    measured = allocations.measure_batch(model, (256, 64))
+    for number, kind in enumerate(kinds):
+        assert kind.saved["full"].of(256, 64) == pytest.approx(measured["saved", number], rel=0.002)
+        assert kind.backward_peak["full"].of(256, 64) == pytest.approx(measured["backward_peak", number], rel=0.02)
 
 
 def test_a_layer_of_llama_saves_what_counting_by_hand_gives():

@@ -125,8 +125,9 @@ class LiveBytes(TorchDispatchMode):
         return self.bytes
 
 
-SEQUENCES, LENGTH = 8, 512
-"""Size of the smallest batch: realistic, with a length that is a multiple of 64, the chunk of linear attention."""
+BATCH, SCANNED = (8, 512), (512, 8)
+"""Sequences and length of the smallest batch: realistic, with a multiple of 64, the chunk of linear attention; and with
+layers whose reference scan runs token by token, which takes minutes for such lengths."""
 PARAMETERS = "adapter_parameters"
 
 Key = tuple[str, int] | str
@@ -206,11 +207,17 @@ def combined(one: Fit, factor: float, other: Fit) -> Fit:
     return {key: value + factor * other[key] for key, value in one.items()}
 
 
-def difference(measured: Mapping[Key, float], fitted: Fit) -> Fit:
-    """Return by how much `measured`, of the smallest batch, exceeds a fit, per token; parameters in total."""
-    more = {key: size - fitted[key].of(SEQUENCES, LENGTH) for key, size in measured.items()}
+def smallest(model: nn.Module) -> tuple[int, int]:
+    """Return the number of sequences and the length of the smallest batch that is measured."""
+    return SCANNED if any(hasattr(one, "use_associative_scan") for one in model.modules()) else BATCH
+
+
+def difference(model: nn.Module, fitted: Fit) -> Fit:
+    """Return by how much a model exceeds a fit in the smallest batch, per token; parameters in total."""
+    batch = smallest(model)
+    more = {key: size - fitted[key].of(*batch) for key, size in measure_batch(model, batch).items()}
     return {
-        key: SavedBytes(0, 0, size) if key[0] == PARAMETERS else SavedBytes(size / (SEQUENCES * LENGTH))
+        key: SavedBytes(0, 0, size) if key[0] == PARAMETERS else SavedBytes(size / (batch[0] * batch[1]))
         for key, size in more.items()
     }
 
@@ -220,22 +227,21 @@ def fit(model: nn.Module, mask: bool = False) -> Fit:
 
     With `mask`, attention gets one, as for packed sequences.
     """
-    measured = measure_batch(model, mask)
-    twice = measure_batch(model, mask, sequences=2 * SEQUENCES)
-    long = measure_batch(model, mask, length=2 * LENGTH)
+    sequences, length = batch = smallest(model)
+    third = (sequences, 3 * length) if batch == SCANNED else (2 * sequences, length)
+    measured, long, more = (measure_batch(model, one, mask) for one in (batch, (sequences, 2 * length), third))
     found = {}
     for key, one in measured.items():
-        sequence = (twice[key] - one) / SEQUENCES
-        fixed = one - SEQUENCES * sequence
-        per_pair = ((long[key] - fixed) / SEQUENCES - 2 * sequence) / (2 * LENGTH**2)
-        found[key] = SavedBytes(sequence / LENGTH - per_pair * LENGTH, per_pair, fixed)
+        # A scan saves no state before the first token, so its memory is not proportional to the length.
+        fixed = 3 * (one - long[key]) + more[key] if batch == SCANNED else 2 * one - more[key]
+        sequence = (one - fixed) / sequences
+        per_pair = ((long[key] - fixed) / sequences - 2 * sequence) / (2 * length**2)
+        found[key] = SavedBytes(sequence / length - per_pair * length, per_pair, fixed)
     return found
 
 
-def measure_batch(
-    model: nn.Module, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
-) -> dict[Key, float]:
-    """Measure a model that has two layers of each kind with one batch."""
+def measure_batch(model: nn.Module, batch: tuple[int, int], mask: bool = False) -> dict[Key, float]:
+    """Measure a model that has two layers of each kind with one batch: its sequences and their length."""
     # transformers detects packed sequences by the values of positions, which the meta device lacks: replace the check.
     packed = torch.zeros_like if mask else lambda positions: None
     base = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel, without importing PEFT
@@ -244,7 +250,7 @@ def measure_batch(
         mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # lacks the meta device
         Kernels(),
     ):
-        return measure(model, decoder_layers(base), sequences, length)
+        return measure(model, decoder_layers(base), *batch)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -29,7 +29,7 @@ from ...recipe.files import JsonView
 from ...recipe.layout import per_layer
 from ...recipe.recipe import Lora
 from . import decoders
-from .allocations import Fit, combined, decoder_layers, difference, fit, measure_batch
+from .allocations import Fit, combined, decoder_layers, difference, fit
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
@@ -229,7 +229,7 @@ def _modes(config: JsonView, lora: Lora | None, first: Sequence[int]) -> dict[st
                 raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
             adapted.append(peft_model.to(torch.bfloat16))
         smaller = fit(adapted[0])
-        more = difference(measure_batch(adapted[1]), smaller)
+        more = difference(adapted[1], smaller)
         per_rank = {key: 1 / (RANKS[1] - RANKS[0]) * size for key, size in more.items()}
         return {mode: combined(smaller, -RANKS[0], per_rank), f"{mode} rank": per_rank}
     model = _two_of_each_kind(build(config), first)
@@ -240,7 +240,7 @@ def _modes(config: JsonView, lora: Lora | None, first: Sequence[int]) -> dict[st
         modes["eager"] = combined(fit(_two_of_each_kind(build(config, "eager"), first)), -1, full)
     shared = getattr(model.config, "num_key_value_heads", None) or 2
     if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or shared % 2):
-        half = difference(measure_batch(_half(model)), full)
+        half = difference(_half(model), full)
         modes["split"] = {key: -2 * size for key, size in half.items()}
     return modes
 
@@ -251,6 +251,9 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
     kept = [copy.deepcopy(layers[index]) for index in chosen]
     for name in per_layer(vars(config), config.num_hidden_layers):
         setattr(config, name, [getattr(config, name)[index] for index in chosen])
+    if isinstance(getattr(type(config), "layer_types", None), property):  # Jamba computes it from the layers' numbers
+        types = {"layer_types": [config.layer_types[index] for index in chosen]}
+        config.__class__ = type(type(config).__name__, (type(config),), types)
     config.num_hidden_layers = len(chosen)
     del layers[:]
     layers.extend(kept)
