@@ -492,6 +492,11 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--serve", "8x8k", "--host-memory", "64"): "--serve and --host-memory: give one of them",
     ("llama3-8b", *EIGHT, "--serve", "8x8k", "micro_batch_size=2"): "--serve and micro_batch_size=2: give one of them",
     ("--gpu", "4090", "--serve", "4x4k"): "name a model first",
+    ("llama3-8b", "--which-gpu", "--serve", "4x4k"): "--which-gpu and --serve: give one of them",
+    ("llama3-8b", "--which-gpu", "--machine", "here.json"): "--which-gpu and --machine: give one of them",
+    ("llama3-8b", "--which-gpu", "software=peft"): "--which-gpu and --software: give one of them",
+    ("llama3-8b", *EIGHT, "--network", "100"): "--network 100: a single node uses none; add --nodes M",
+    ("llama3-8b", *EIGHT, "--deadline", "8h", "--longest", "--tokens", "1B"): "--deadline and --longest: give one",
     ("--gpu", "4090", "--sequence-length", "32k"): "name a model first",
     ("--gpu", "4090", "--method", "lora"): "name a model first",
     (

@@ -139,7 +139,9 @@ def answer(arguments: argparse.Namespace, request: PlanRequest, work: Workload |
     """Return the plans for a request, or for one with more GPUs (--deadline) or longer sequences (--longest)."""
     if arguments.deadline:
         hours = workload.deadline(arguments.deadline)
-        if work is None or arguments.longest:
+        if arguments.longest:
+            raise UserError("--deadline and --longest: give one of them.")
+        if work is None:
             raise UserError("--deadline needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
         return extremes.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
     return extremes.longest(request) if arguments.longest else strategies.search(request)

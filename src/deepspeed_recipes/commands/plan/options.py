@@ -186,6 +186,8 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         return hardware
     if not 0 < arguments.network < math.inf:
         raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
+    if arguments.nodes == 1 and not arguments.deadline:  # which searches for the number of nodes
+        raise UserError(f"--network {arguments.network:g}: a single node uses none; add --nodes M.")
     machine = hardware.machine and replace(hardware.machine, network_gbs=0.0)  # what was measured does not count
     return replace(hardware, network_gbs=arguments.network / 8, machine=machine)
 

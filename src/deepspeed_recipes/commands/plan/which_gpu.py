@@ -24,7 +24,10 @@ from .options import hardware_of, recipe_of
 
 USUAL = 1e9
 """Number of tokens with which hardware is compared, if the user gives none."""
-OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "longest", "explain")
+OPTIONS = (
+    *("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "machine"),
+    *("write", "longest", "explain", "serve", "software"),
+)
 """Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
 SHOWN = 8
 """Number of choices in the table."""
@@ -32,7 +35,7 @@ SHOWN = 8
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
     """Print the smallest and the cheapest hardware, and return the exit status."""
-    given = next((name for name in OPTIONS if getattr(arguments, name) not in (None, False)), "")
+    given = next((name for name in OPTIONS if getattr(arguments, name) not in (None, False, [])), "")
     if given or arguments.nodes != 1:
         option = given.replace("_", "-") or "nodes"
         raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
