@@ -27,6 +27,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.checkpoint import digests
 from deepspeed_recipes.training.data import chat_templates
 from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.model_folder import base_model, expected
 from tests.ranks import read_logs
 from tests.small import small
 
@@ -87,6 +88,29 @@ def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys
     assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "damaged")]) == 2
     assert f"{WEIGHTS} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_an_export_that_is_not_as_it_was_written_is_not_copied_and_named_where_it_answers(kind, tmp_path, capsys):
+    source, name = tmp_path / "export", {"whole": WEIGHTS, "adapter": "adapter_model.safetensors"}[kind]
+    model = export.load_whole(TINY_MODEL, torch.float32)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    model.save_pretrained(source)
+    export.load_tokenizer(TINY_MODEL).save_pretrained(source)
+    write_json(source / base_model.EXPECTED, {"texts": [], **expected.described(source)})
+    export.load(source)
+    assert run_command("export", [str(source), "--output", str(tmp_path / "out")]) == 0
+    assert "not as it was written" not in capsys.readouterr().err
+    content = bytearray((source / name).read_bytes())
+    content[-1] ^= 1
+    (source / name).write_bytes(content)
+    for more in ([], ["--merge", "--no-certify"]):
+        assert run_command("export", [str(source), "--output", str(tmp_path / "damaged"), *more]) == 2
+        said = capsys.readouterr().err
+        assert "is not as it was written" in said and said.count("\n") == 1 and not (tmp_path / "damaged").exists()
+    export.load(source)
+    assert "is not as it was written: the file is damaged or was changed, so its answers" in capsys.readouterr().err
 
 
 def test_an_export_from_before_a_run_went_on_is_said_to_be_older(checkpoint, capsys):

@@ -219,6 +219,8 @@ def load(
     `dtype` "auto" keeps the stored one; `adapter` is put on the whole model in `folder`. A model that is `placed`, for
     answers, is on the GPU, or layer by layer over all GPUs if one is too small (`device_map`); otherwise on the host.
     """
+    if wrong := expected.altered(adapter or folder):
+        print(f"warning: {wrong}, so its answers are not the trained model's", file=sys.stderr, flush=True)
     if adapter is None and (folder / ADAPTER).exists():
         weights.check_intact(folder)
         folder, adapter = base_model.find(folder), folder

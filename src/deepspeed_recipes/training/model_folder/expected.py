@@ -210,6 +210,18 @@ def of_weights(folders: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def altered(folder: Path) -> str | None:
+    """Return which tensors are others than those recorded when the folder was written, or None; reads all of them."""
+    held = read_json(folder / base_model.EXPECTED, {}).get("tensors")
+    if not held:
+        return None
+    weights.check_intact(folder)
+    now = digests(folder)
+    if names := sorted(name for name in {*held, *now} if held.get(name) != now.get(name)):
+        return f"{folder}: {names[0]}{weights.more(names)} is not as it was written: the file is damaged or was changed"
+    return None
+
+
 def digests(folder: Path) -> dict[str, str]:
     """Return the digest of every tensor in a folder's weight files: of its dtype, its shape and its bytes.
 
