@@ -121,6 +121,13 @@ def test_an_export_from_before_a_run_went_on_is_said_to_be_older(checkpoint, cap
     assert model_of(run) == run.export
     said = f"warning: {run.export} is from before this run was resumed; newer: {checkpoint}\n"
     assert capsys.readouterr().err == said
+    os.utime(run.export, (time.time() + 120,) * 2)  # as of a copy of the run
+    write_json(run.results, {"steps": 2})
+    assert model_of(run) == run.export and capsys.readouterr().err == said
+    write_json(run.results, {"steps": 5})
+    os.utime(checkpoint, (time.time() + 180,) * 2)
+    assert model_of(run) == run.export and not capsys.readouterr().err
+    write_json(run.results, {"steps": 2})
     write_json(run.summary, {"stopped": None})
     assert model_of(run) == run.export and not capsys.readouterr().err, "the run has finished"
 

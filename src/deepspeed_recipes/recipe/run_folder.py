@@ -99,6 +99,8 @@ class RunFolder:
     """The time since which trackers follow the run's latest start, and the final status that they received."""
     export = Place("export")
     """The result: a Hugging Face folder, or an adapter."""
+    results = Place("export/training/results.json")
+    """The record in the export, with the number of steps that its weights were trained."""
     unverified = Place("export.part")
     """The export, until it has been reloaded and its logits match the trained model's."""
     report_page = Place("report.html")
@@ -307,8 +309,11 @@ def model_of(run: RunFolder) -> Path:
     UserError if there is neither, or if the export failed its check.
     """
     if run.export.exists():
-        newest = None if is_finished(run) else newest_checkpoint(run)
-        if newest and newest.stat().st_mtime > run.export.stat().st_mtime:
+        newest, steps = None if is_finished(run) else newest_checkpoint(run), read_json(run.results, {}).get("steps")
+        # Times of files say nothing about a copy; earlier versions recorded no steps.
+        if newest and (
+            newest.stat().st_mtime > run.export.stat().st_mtime if steps is None else step_of(newest) > steps
+        ):
             print(f"warning: {run.export} is from before this run was resumed; newer: {newest}", file=sys.stderr)
         return run.export
     if (run.unverified / CHECK_FAILED).exists():
