@@ -292,7 +292,7 @@ def test_mistakes_are_one_line_and_status_2(run, tmp_path, capsys):
         ([str(tmp_path / "nowhere")], "no such folder"),
         ([str(tmp_path / "empty")], "not a run folder"),
         ([str(started.path)], "has not logged a step"),
-        ([str(broken.path)], "not JSON lines"),
+        ([str(broken.path)], "not a JSON object"),
         ([], "name a run folder"),
         ([str(run.path), str(pairs.path)], "cannot be compared"),
         ([str(run.path), str(run.path)], "named twice"),

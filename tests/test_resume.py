@@ -217,6 +217,32 @@ def test_half_a_checkpoint_is_never_chosen(tmp_path):
     assert [row["step"] for row in read_jsonl(run.metrics)] == list(range(1, 11))
 
 
+def test_a_checkpoint_that_lacks_its_mark_alone_is_kept_and_named(tmp_path, capsys):
+    run = RunFolder(tmp_path)
+    for step, names in ((5, ("trainer_state.json", COMPLETE)), (10, ("trainer_state.json",)), (15, ("model",))):
+        for name in names:
+            write_json(run.checkpoints / f"checkpoint-{step}" / name, {})
+    forget_after(run, run.checkpoints / "checkpoint-5")
+    assert {one.name for one in run.checkpoints.iterdir()} == {"checkpoint-5", "checkpoint-10-damaged"}
+    said, named = capsys.readouterr()
+    assert said == f"{run.checkpoints / 'checkpoint-15'}: removed, as it is after step 5 or incomplete\n"
+    assert f"checkpoint-10 has no {COMPLETE}" in named and "now checkpoint-10-damaged; delete it" in named
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 2, "loss": \xff}\n', b'{"step": 2, "loss" 1}\n', b'"step": 2}\n'])
+def test_a_damaged_line_of_a_log_is_named_and_nothing_is_lost(tmp_path, damage):
+    run = RunFolder(tmp_path)
+    content = b'{"step": 1}\n' + damage + b'{"step": 3, "lo{"step": 3}\n{"step": 4, "l'
+    run.metrics.write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a JSON object; correct that line, or remove it"):
+        forget_after(run, run.checkpoints / "checkpoint-2")
+    assert run.metrics.read_bytes() == content
+    run.metrics.write_bytes(content.replace(damage, b'{"note": 1}\n'))
+    assert read_jsonl(run.metrics) == [{"step": 1}, {"note": 1}, {"step": 3}]
+    forget_after(run, run.checkpoints / "checkpoint-2")
+    assert read_jsonl(run.metrics) == [{"step": 1}, {"note": 1}]
+
+
 CHANGES = {
     "precision=bf16": r"precision=bf16: .*checkpoint-5 holds weights and states of a run with fp32",
     "precision=fp16": r"precision=fp16: .*of a run with fp32",

@@ -438,7 +438,7 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
         _restore_logs(run)
     if checkpoint is None:
         with explained(run.path):
-            trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
+            trained = max((row.get("step", 0) for row in read_jsonl(run.metrics)), default=0)
         every = read_recipe(run).save_steps if trained else 0
         if isinstance(every, str):  # "epoch"
             every = int(read_json(run.data)["save_steps"])
@@ -450,10 +450,19 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     for folder in checkpoints(run):
         if step_of(folder) > last or not is_marked(folder):
             with explained(folder):
-                remove_checkpoint(folder)
+                if is_marked(folder) or not (folder / "trainer_state.json").exists():  # the Trainer's last file
+                    print(f"{folder}: removed, as it is after step {last} or incomplete", flush=True)
+                    remove_checkpoint(folder)
+                else:
+                    print(
+                        f"{folder} has no {COMPLETE}, which is written last: skipping this checkpoint, which is now "
+                        f"{set_aside(folder).name}; delete it if you do not need it",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     with explained(run.path):
         for log in filter(Path.exists, _logs(run)):
-            kept = "".join(json.dumps(row) + "\n" for row in read_jsonl(log) if row["step"] <= last).encode()
+            kept = "".join(json.dumps(row) + "\n" for row in read_jsonl(log) if row.get("step", 0) <= last).encode()
             if (now := log.read_bytes()) != kept:
                 files.write_bytes(_before(log), now)
                 files.write_bytes(log, kept)
@@ -477,6 +486,12 @@ def _restore_logs(run: RunFolder) -> None:
             _before(log).replace(log)
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint that cannot be used and return its new name: the run will write one of this step again."""
+    free = (f"{checkpoint.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+    return checkpoint.rename(next(place for place in map(checkpoint.with_name, free) if not place.exists()))
+
+
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, starting with the file that marks it as complete; of a link, remove only the link."""
     if folder.is_symlink():
@@ -490,20 +505,20 @@ def remove_checkpoint(folder: Path) -> None:
 def read_jsonl(path: Path) -> list[Json]:
     """Return the objects of a JSONL log, without objects that a kill or a power failure has truncated.
 
-    A truncated object is at the end of the file, or directly before the first object of the next start.
+    A truncated object is at the end of the file, or directly before the first object of the next start. NotJson names
+    any other line that is none.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [_row(line) for line in lines if line.endswith("}\n")]
-
-
-def _row(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        for start in re.finditer(r'(?<!^)\{"', line):
-            with contextlib.suppress(ValueError):
-                return json.loads(line[start.start() :])
-        raise
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), 1):
+        if line.endswith(b"}\n"):
+            starts = [0, *(start.start() for start in re.finditer(rb'(?<!^)\{"', line))]
+            for start in starts:
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line[start:].decode()))
+                    break
+            else:
+                raise NotJson(f"{path}:{number}: not a JSON object; correct that line, or remove it.")
+    return found
 
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:

@@ -1,6 +1,5 @@
 """Reads a run folder into frozen data."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,7 @@ def rows(path: Path) -> tuple[Row, ...]:
 
 
 def _objects(path: Path) -> tuple[Row, ...]:
-    try:
-        return tuple(read_jsonl(path))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not JSON lines ({error}).") from None
+    return tuple(read_jsonl(path))
 
 
 def _object(path: Path) -> Row:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...recipe.errors import UserError
-from ...recipe.run_folder import COMPLETE, RunFolder, checkpoints, explained, is_marked, read_json, truncated
+from ...recipe.run_folder import COMPLETE, RunFolder, checkpoints, explained, is_marked, read_json, set_aside, truncated
 
 
 def of_file(path: Path) -> str:
@@ -85,12 +85,9 @@ def newest_intact(run: RunFolder) -> Path | None:
             "and no older checkpoint is intact; restore one from a copy, or start a new run."
         )
     for one, file in bad.items():
-        # The run will write the checkpoint of this step again, so a damaged one needs another name.
-        free = (f"{one.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
-        aside = next(place for place in map(one.with_name, free) if not place.exists())
         why = harm(one, file)
         with explained(one):
-            one.rename(aside)
+            aside = set_aside(one)
         print(
             f"{one / file} is damaged ({why}): skipping this checkpoint, which is now {aside.name}; delete it if you "
             "do not need it",
