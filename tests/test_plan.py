@@ -172,6 +172,25 @@ def test_message_sizes_of_a_users_file_stay_as_they_are(tmp_path):
     assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10**9, 7)
 
 
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        ({"fp16": {"enabled": True}}, (), "fp16.enabled = true: the recipe has precision=bf16"),
+        ({"gradient_clipping": 0.3}, (), "gradient_clipping = 0.3: the recipe has max_grad_norm=1"),
+        ({"zero_optimization": {"stage": "2"}}, (), 'zero_optimization.stage = "2": DeepSpeed reads 2'),
+        ({"train_micro_batch_size_per_gpu": 4}, ("micro_batch_size=2",), "the recipe has micro_batch_size=2"),
+        ({"train_micro_batch_size_per_gpu": 2}, ("micro_batch_size=2",), None),
+        ({"gradient_clipping": 0.3}, ("max_grad_norm=0.3",), None),
+        ({"gradient_accumulation_steps": 2}, (), None),  # planning may choose it
+    ],
+)
+def test_a_file_that_contradicts_the_recipe_is_refused_as_by_the_launcher(tmp_path, capsys, content, words, said):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"} | content))
+    assert main.run("plan", ["qwen3-0.6b", *EIGHT, f"deepspeed={file}", *words]) == (2 if said else 0)
+    assert (said or "") in capsys.readouterr().err
+
+
 def started(folder):
     """Return the words that launch.sh gives to the launcher, for hosts a, b, ... of as many slots as it wants."""
     script = (folder / "launch.sh").read_text()

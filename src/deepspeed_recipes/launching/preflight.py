@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from ..config import lint
@@ -50,20 +51,10 @@ ADAM_BETA1 = 0.9
 
 def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
     """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors."""
-    local = Path(recipe.model.path, "config.json")
-    findings = lint.lint(
-        recipe.deepspeed,
-        world_size=ranks,
-        gpus_per_node=ranks_each,
-        model=local if local.exists() else dict(recipe.model.config) or None,
-        lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
-        arguments=_compared(recipe, ranks),
-    )
-    # `arguments.deepspeed_config` removes these keys of the file for the layout.
-    removed = {"train_batch_size"} if recipe.layout.tensor > 1 or recipe.layout.pipeline > 1 else set()
-    if recipe.layout.expert > 1:
-        removed |= {one.key for one in findings if one.key.startswith("optimizer.")}
-    findings = _in_keys([one for one in findings if one.key not in removed], recipe, ranks)
+    compared = {"per_device_train_batch_size": recipe.micro_batch_size}
+    with contextlib.suppress(UserError, ZeroDivisionError):  # `check_layout` refuses the layout or the batch
+        compared["gradient_accumulation_steps"] = gradient_accumulation_steps(recipe, ranks)
+    findings = findings_of(recipe, ranks, ranks_each, compared)
     if error := lint.first_error(findings, recipe.deepspeed, f"{recipe.deepspeed} --world-size {ranks}"):
         # The linter reads only the file, and would suggest another file if a key of the recipe is the mistake.
         check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks_each)
@@ -76,10 +67,15 @@ def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
             print(lint.describe(finding, recipe.deepspeed), flush=True)
 
 
-def _compared(recipe: Recipe, ranks: int) -> dict[str, object]:
-    """Return the TrainingArguments with which the Trainer compares the values of a DeepSpeed file."""
-    compared: dict[str, object] = {
-        "per_device_train_batch_size": recipe.micro_batch_size,
+def findings_of(
+    recipe: Recipe, ranks: int | None, ranks_each: int, batch: Mapping[str, object] = MappingProxyType({})
+) -> list[lint.Finding]:
+    """Return the linter's findings for a recipe's DeepSpeed file, in the recipe's keys; the ranks may be unknown.
+
+    The Trainer compares the file's values with the recipe's, and its batch sizes with the known ones in `batch`.
+    """
+    local = Path(recipe.model.path, "config.json")
+    compared = {
         "max_grad_norm": recipe.max_grad_norm,
         "fp16": recipe.precision == "fp16",
         "bf16": recipe.precision == "bf16",
@@ -93,9 +89,19 @@ def _compared(recipe: Recipe, ranks: int) -> dict[str, object]:
         "warmup_steps": recipe.schedule.warmup,
         "max_steps": recipe.max_steps or -1,
     }
-    with contextlib.suppress(UserError, ZeroDivisionError):  # `check_layout` refuses the layout or the batch
-        compared["gradient_accumulation_steps"] = gradient_accumulation_steps(recipe, ranks)
-    return compared
+    findings = lint.lint(
+        recipe.deepspeed,
+        world_size=ranks,
+        gpus_per_node=ranks_each,
+        model=local if local.exists() else dict(recipe.model.config) or None,
+        lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
+        arguments={**compared, **batch},
+    )
+    # `arguments.deepspeed_config` removes these keys of the file for the layout.
+    removed = {"train_batch_size"} if recipe.layout.tensor > 1 or recipe.layout.pipeline > 1 else set()
+    if recipe.layout.expert > 1:
+        removed |= {one.key for one in findings if one.key.startswith("optimizer.")}
+    return _in_keys([one for one in findings if one.key not in removed], recipe, ranks or 1)
 
 
 def _in_keys(findings: Sequence[lint.Finding], recipe: Recipe, ranks: int) -> list[lint.Finding]:

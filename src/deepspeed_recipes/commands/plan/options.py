@@ -136,10 +136,16 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
     if "deepspeed" in keys and recipe.deepspeed not in os.listdir(CONFIGS):
-        strategies.template(recipe.deepspeed, hardware)  # refuses a name that is no file
+        file = strategies.template(recipe.deepspeed, hardware)  # refuses a name that is no file
         from ...config import lint  # with all rules; files in configs/ need none
+        from ...launching import preflight
 
-        if error := lint.first_error(lint.lint(recipe.deepspeed), recipe.deepspeed):
+        # Planning chooses the accumulation and the layout, which follows the file's block for experts.
+        layout = replace(recipe.layout, expert=max(recipe.layout.expert, 1 + file.has_expert_block))
+        ranks = None if arguments.deadline else hardware.gpus
+        sizes = {"per_device_train_batch_size": recipe.micro_batch_size} if "micro_batch_size" in keys else {}
+        findings = preflight.findings_of(replace(recipe, layout=layout), ranks, hardware.gpus_per_node, sizes)
+        if error := lint.first_error(findings, recipe.deepspeed):
             raise UserError(error)
     if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
         # Sizes that are impossible whatever the planner chooses for the others.
