@@ -80,12 +80,20 @@ def model_with(folder, name):
     return folder
 
 
+SCHEMA = {"type": "object", "properties": {"one": {"type": "integer"}}}
+ANTHROPIC = {"name": "add", "description": "adds", "input_schema": SCHEMA}
 CASES = {
     "tools": (
         "full",
         "llama3",
         {"messages": [ASKED, CALLED, RESULT, SAID], "tools": TOOLS},
         "drops the name of a tool",
+    ),
+    "parameters": (  # under Anthropic's name, which this template does not read
+        "full",
+        "gptoss",
+        {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [ANTHROPIC]},
+        "drops parameters of 'tools'",
     ),
     "reasoning": (
         "full",

@@ -378,3 +378,16 @@ def test_an_argument_that_is_not_compared_is_named(tmp_path, capsys):
     file.write_text('{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}')
     check.main([str(file), "--argument", "per_device_batch_size=8"])
     assert "--argument per_device_batch_size: ignored; the Trainer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["per_device_train_batch_size=8.5", "bf16=maybe", "learning_rate=fast", "fp16=1"])
+def test_an_argument_that_training_arguments_cannot_have_is_refused(tmp_path, capsys, word):
+    with pytest.raises(SystemExit) as ended:
+        check.main([str(tmp_path / "c.json"), "--argument", word])
+    assert ended.value.code == 2 and f"{word}: must be " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("told", "stops"), [({"adam_beta1": 0.8}, True), ({"adam_beta2": 0.999}, False), ({}, False)])
+def test_one_of_two_betas_is_enough_to_stop(told, stops):
+    config = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}
+    assert (reported(config, None, told) == {"optimizer.params.betas"}) == stops

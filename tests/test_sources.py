@@ -21,6 +21,7 @@ from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Grpo
 from deepspeed_recipes.training.data import load, sources, text_files
+from deepspeed_recipes.training.data.forms import formats
 from tests.conftest import conversation
 from tests.small import small
 
@@ -418,6 +419,12 @@ def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, str
     [source] = sources.read(str(path), small(tmp_path, path), streaming)
     assert f"turns.name ({ids})" in source.unread_line("{{ tool_call.name }}"), "a function's, not the turn's"
     assert source.unread_line("{{ message['name'] }}") is None
+    for start in ("{% for m in messages %}{{ m", "{{ messages[0]", "{% set it = messages[1] %}{{ it"):
+        assert source.unread_line(f"{start}.name }}}}") is None
+    counts = {"turns.tools": 1, "chat_template_kwargs.mood": 2}
+    said = formats.unread_line("here", counts, "{{ tools }}{{ message.content }}{{ message.mood }}")
+    assert said.endswith("chat_template_kwargs.mood (2), turns.tools (1)"), "the variables are not the turn's keys"
+    assert formats.unread_line("here", counts, "{{ message.tools }}{{ mood }}") is None
     path.write_text(lines([{"prompt": f"{n}?", "answer": "a", "level": n, "unit": n % 2 or None} for n in range(4)]))
     (tmp_path / "own.py").write_text("def judge(answer, example):\n    return 1.0\n")
     recipe = small(tmp_path, path, method=Grpo(max_new_tokens=64), reward=f"{tmp_path}/own.py:judge")

@@ -8,6 +8,7 @@ command imports neither torch nor DeepSpeed unless --deepspeed also checks with 
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 from collections.abc import Callable, Sequence
@@ -130,10 +131,15 @@ def argument(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError
-    try:
-        return name, {"True": True, "False": False}[value] if value in ("True", "False") else json.loads(value)
-    except ValueError:
-        return name, value
+    found: object = value
+    with contextlib.suppress(ValueError):
+        found = {"True": True, "False": False}[value] if value in ("True", "False") else json.loads(value)
+    whole = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps")
+    wanted = "true or false" if name.startswith(("fp16", "bf16")) else "a whole number" if name in whole else "a number"
+    kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float)}[wanted]
+    if name in hf_trainer.ARGUMENTS and type(found) not in kinds:
+        raise argparse.ArgumentTypeError(f"{text}: must be {wanted}")
+    return name, found
 
 
 argument.__name__ = "NAME=VALUE"

@@ -132,6 +132,10 @@ def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
         value = config.get(*path)
         if value is None or value == "auto":
             continue
+        if path[-1] == "betas" and path not in expected and isinstance(value, list) and len(value) == 2:
+            known = facts.arguments or {}
+            both = [known.get("adam_beta1", value[0]), known.get("adam_beta2", value[1])]
+            expected |= {path: both} if both != value else {}  # one that is known, and differs
         if path in expected:
             if value != expected[path]:
                 what = f"{argument} is {shown(expected[path])}, and the Trainer stops where the two differ"

@@ -112,7 +112,7 @@ def shown(
         number, what = missing
         if number < 0:
             raise UserError(
-                "it drops 'tools', so the model would not read what can be called; describe them in the system turn, "
+                f"it drops {what}, so the model would not read what can be called; describe them in the system turn, "
                 "or name another template with model.chat_template"
             )
         turn = turns[number]
@@ -130,7 +130,10 @@ def shown(
 
 
 def _probed(turns: Turns, tools: list[Json] | None) -> tuple[_Words, Turns, Any]:
-    """Return the words for a conversation's texts, its turns with them, and the tools with words for their names."""
+    """Return the words for a conversation's texts, its turns with them, and the tools with words for names.
+
+    These are the tools' and their parameters'.
+    """
     words = _Words()
     probe: Turns = []
     described: list[Json] = []
@@ -156,7 +159,14 @@ def _probed(turns: Turns, tools: list[Json] | None) -> tuple[_Words, Turns, Any]
         probe.append(made)
     for tool in tools or ():
         function = tool.get("function", tool)
-        named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else function
+        named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else {**function}
+        for key, schema in function.items():  # `parameters`, or under the name that another API has for it
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            if isinstance(properties, dict):
+                renamed = {name: words.new(-1, "parameters of 'tools'") for name in properties}
+                required = [renamed.get(name, name) for name in schema.get("required") or ()]
+                own = {renamed[name]: one for name, one in properties.items()}
+                named[key] = {**schema, "properties": own, **({"required": required} if "required" in schema else {})}
         described.append({**tool, "function": named} if "function" in tool else named)
     return words, probe, described or None
 

@@ -370,8 +370,6 @@ FOR_REWARD, ODD, ODD_AT = "reward: ", "inconsistent: ", "inconsistent at: "
 """Beginnings of keys of reward functions in `unread`, of inconsistencies and of their places."""
 RATED = re.compile(r"(?=.*chosen).*(score|rating|reward)", re.IGNORECASE)
 """Keys with a number for a pair's better answer; the same with `rejected` has that of the other."""
-OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
-"""A regular expression for the way in which templates read a key of a turn; functions have a `name` too."""
 
 
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
@@ -428,9 +426,14 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
     their own, since which of them it reads is not known, and so is what does not fit together in examples.
     """
     found = {}
+    named = re.findall(r"\bfor\s+(\w+)\s+in\s+\w*messages|\bset\s+(\w+)\s*=\s*\w*messages\[", template)
+    turns = "|".join([r"(?:message|msg|turn)\w*", *filter(None, chain.from_iterable(named))])
+    of_turn = rf"\b(?:{turns}|messages\s*\[[^\]]*\])(?:\.|\[['\"]|\.get\(['\"])"
     for key, count in counts.items():
-        read = (OF_TURN if key == "turns.name" else "") + rf"\b{re.escape(key.partition('.')[2])}\b"
-        if "." not in key or key.startswith(ODD) or not re.search(read, template):
+        place, _, name = key.partition(".")
+        # A turn's `tools` is not the template's variable of that name, and the other way round.
+        before = of_turn if place == "turns" else r"(?<![\w.'\"])"
+        if not name or key.startswith(ODD) or not re.search(rf"{before}{re.escape(name)}\b", template):
             found[key] = count
     places = [key.removeprefix(ODD_AT) for key in counts if key.startswith(ODD_AT)]
     misfit = f"warning: inconsistencies in {counted(len(places), 'example')}, first in {[*places, ''][0]}"
