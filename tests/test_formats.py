@@ -427,6 +427,7 @@ UNREAD = [
         [
             "inconsistent at: here",
             "inconsistent: an answer holds turns of tool and user, which are learned as part of it",
+            "inconsistent: a result follows no call",
         ],
     ),
     ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, "preference", "dpo", []),
@@ -442,7 +443,10 @@ UNREAD = [
         },
         *("messages", "sft", ["id", "turns.mood", "turns.name", "chat_template_kwargs.a"]),
     ),
-    ({"messages": [*SHORT, {"role": "tool", "content": "a", "name": "f"}]}, "messages", "sft", []),
+    (
+        {"messages": [user("Hi?"), calls(("f", {}, "")), {"role": "tool", "content": "a", "name": "f"}]},
+        *("messages", "sft", []),
+    ),
     (
         {
             "messages": [
@@ -512,6 +516,9 @@ OF_XLAM = [{"name": "look", "parameters": {"city": {"type": "str"}, "day": {"typ
             ["'find' is not in 'tools'"],
         ),
         ([assistant("<tool_call>{'name': 'find'}</tool_call>")], WEATHER, []),
+        ([{"role": "tool", "content": "5"}, assistant("b")], WEATHER, ["a result follows no call"]),
+        ([assistant("a"), {"role": "tool", "content": "5"}, assistant("b")], WEATHER, ["a result follows no call"]),
+        ([assistant('{"name": "look"}'), {"role": "tool", "content": "5"}, assistant("b")], WEATHER, []),
         (
             [calls(("look", {"city": "a"}, "c1")), assistant("b")],
             WEATHER,

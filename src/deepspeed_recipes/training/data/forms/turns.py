@@ -164,7 +164,7 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
     found: list[str] = []
     tools = {tool["function"]["name"]: tool["function"] for tool in read_tools(where, example) or ()}
     for field in fields:
-        if "call" not in str(example.get(field)):  # most examples, which are not read twice
+        if not re.search("call|tool|observation|function", str(example.get(field))):  # most, not to be read twice
             continue
         value = example[field]
         if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
@@ -175,6 +175,11 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
                 for user, turn in zip(asked, value, strict=True)
             ]
         turns = read_side(where, {**example, field: value}, field, "assistant")
+        for before, turn in pairwise(turns):
+            # Some data spells a call out in the answer's text.
+            called = before["role"] == "assistant" and (before.get("tool_calls") or "{" in before["content"])
+            if turn["role"] == "tool" and before["role"] != "tool" and not called:
+                found.append("a result follows no call")
         for at, calls, results in _called(turns):
             ids = [call["id"] for call in calls if "id" in call]
             answered = [turn["tool_call_id"] for turn in results if turn.get("tool_call_id")]
