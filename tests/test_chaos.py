@@ -449,7 +449,7 @@ def test_a_truncated_checkpoint_is_skipped(tmp_path):
         folder = run.checkpoints / f"checkpoint-{step}"
         (folder / "global_step").mkdir(parents=True)
         (folder / "global_step" / "states.pt").write_bytes(b"0123456789")
-        write_json(folder / COMPLETE, {"step": step, "files": sizes(folder)})
+        write_json(folder / COMPLETE, {"step": step, "world_size": 2, "layout": {}, "files": sizes(folder)})
     assert step_of(newest_checkpoint(run)) == 10
     os.truncate(run.checkpoints / "checkpoint-10/global_step/states.pt", 9)
     assert step_of(newest_checkpoint(run)) == 5

@@ -75,7 +75,8 @@ def checkpoint(tmp_path):
     model.save_pretrained(folder)
     export.load_tokenizer(TINY_MODEL).save_pretrained(folder)
     found = {name: digests.of_file(folder / name) for name in sizes(folder)}
-    write_json(folder / COMPLETE, {"step": 5, "files": sizes(folder), "digests": found})
+    complete = {"step": 5, "world_size": 2, "layout": {}, "files": sizes(folder), "digests": found}
+    write_json(folder / COMPLETE, complete)
     return folder
 
 

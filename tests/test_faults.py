@@ -304,10 +304,10 @@ def test_old_checkpoints_go_once_the_new_one_is_complete(original, tmp_path, cap
     before = left()
     rotation._remove_old()  # the newest is not complete
     assert left() == before
-    write_json(run.checkpoints / "checkpoint-9" / COMPLETE, {"files": {FILES[0]: 99}})
+    write_json(run.checkpoints / "checkpoint-9" / COMPLETE, {"world_size": 2, "layout": {}, "files": {FILES[0]: 99}})
     rotation._remove_old()  # nor is it, cut off
     assert left() == before
-    write_json(run.checkpoints / "checkpoint-9" / COMPLETE, {"files": {FILES[0]: 100}})
+    write_json(run.checkpoints / "checkpoint-9" / COMPLETE, {"world_size": 2, "layout": {}, "files": {FILES[0]: 100}})
     (run.checkpoints / "checkpoint-1").symlink_to(run.checkpoints / "checkpoint-3-backup")
     rotation._remove_old()
     assert left() == ["checkpoint-1", "checkpoint-3-backup", "checkpoint-6", "checkpoint-9"]

@@ -204,7 +204,8 @@ def run(tmp_path):
         for name in FILES:
             (folder / name).write_bytes(draw.randbytes(2**18 + 1000))
         found = {name: digests.of_file(folder / name) for name in FILES}
-        write_json(folder / COMPLETE, {"step": step, "world_size": 2, "files": sizes(folder), "digests": found})
+        complete = {"step": step, "world_size": 2, "layout": {}, "files": sizes(folder), "digests": found}
+        write_json(folder / COMPLETE, complete)
     return run
 
 
@@ -240,7 +241,10 @@ def test_without_an_intact_checkpoint_the_run_cannot_be_resumed(run):
         restarts.intact_checkpoint(pages.find("tiny", "full"), run)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"files": 3}', b'{"step": 10, "files": {"a'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"files": 3}', b'{"world_size": 2}', b'{"step": 10, "files": {"a'],
+)
 def test_an_unreadable_complete_json_does_not_block_an_older_checkpoint(run, content):
     (run.checkpoints / "checkpoint-10" / COMPLETE).write_bytes(content)
     assert step_of(newest_checkpoint(run)) == 5

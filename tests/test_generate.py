@@ -102,7 +102,7 @@ def test_a_runs_export_or_newest_checkpoint_is_asked(tiny, tmp_path, capsys):
     for folder in (checkpoint, run.export):
         shutil.copytree(TINY_MODEL, folder)
         if folder == checkpoint:
-            write_json(checkpoint / COMPLETE, {"step": 3, "files": sizes(checkpoint)})
+            write_json(checkpoint / COMPLETE, {"world_size": 1, "layout": {}, "files": sizes(checkpoint)})
         assert run_command("generate", words) == 0
         said = capsys.readouterr()
         assert said.out == greedy(*tiny, [[{"role": "user", "content": FIRST}]], 8)[0] + "\n"

@@ -328,7 +328,7 @@ def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     run_folder.accept_recipe(run)  # the ranks do, before their first record
     for step in (5, 10):
         (run.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
-    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {})
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"world_size": 2, "layout": {}})
     run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 9)))
     write_json(run.summary, {"stopped": True})
     assert not run_folder.is_finished(run)

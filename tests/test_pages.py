@@ -296,7 +296,7 @@ def test_a_run_of_a_page_outside_is_found_again_and_its_folder_has_a_sane_name(t
         run_folder.write_recipe(run, recipe)
         checkpoint = run.checkpoints / "checkpoint-1"
         checkpoint.mkdir(parents=True)
-        run_folder.write_json(checkpoint / run_folder.COMPLETE, {})
+        run_folder.write_json(checkpoint / run_folder.COMPLETE, {"world_size": 2, "layout": {}})
         made.append((recipe, run))
     for recipe, run in made:
         assert run_folder.to_resume(recipe, None) == run, "the newest of this page, not of another of the same name"

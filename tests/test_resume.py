@@ -205,7 +205,7 @@ def test_half_a_checkpoint_is_never_chosen(tmp_path):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"weights")
         if whole:
-            write_json(folder / COMPLETE, {"step": step, "world_size": 2})
+            write_json(folder / COMPLETE, {"step": step, "world_size": 2, "layout": {}})
     for step in range(1, 14):
         append_jsonl(run.metrics, {"step": step})
     with run.metrics.open("a") as log:
@@ -241,6 +241,44 @@ def test_a_damaged_line_of_a_log_is_named_and_nothing_is_lost(tmp_path, damage):
     assert read_jsonl(run.metrics) == [{"step": 1}, {"note": 1}, {"step": 3}]
     forget_after(run, run.checkpoints / "checkpoint-2")
     assert read_jsonl(run.metrics) == [{"step": 1}, {"note": 1}]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b"3", b"\xff"])
+def test_a_damaged_summary_is_named_with_a_fix(tmp_path, damage):
+    run = RunFolder(tmp_path)
+    assert not run_folder.has_ended(run)
+    run.summary.write_bytes(damage)
+    with pytest.raises(UserError, match=r"summary\.json: not a run's summary; restore it, or remove it") as refused:
+        run_folder.has_ended(run)
+    assert "\n" not in str(refused.value) and run.summary.read_bytes() == damage
+
+
+def test_the_run_that_started_last_is_resumed_whatever_its_folder_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "runs", lambda: tmp_path)
+    recipe = pages.find("tiny", "full")
+    started = {"first": 10, "20261128-120000-2": 11, "20261128-120000-10": 12, "20261128-120000-9": None}
+    for name, hour in started.items():
+        run = RunFolder(tmp_path / recipe.name / name)
+        write_recipe(run, recipe)
+        write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"world_size": 2, "layout": {}})
+        os.utime(run.recipe, (0, 0))
+        if hour:
+            write_json(run.environment, {"started": f"2026-11-28T{hour}:00:00+00:00"})
+    assert run_folder.to_resume(recipe, None).path.name == "20261128-120000-10"
+    os.utime(run.recipe)  # by its time alone
+    assert run_folder.to_resume(recipe, None).path.name == "20261128-120000-9"
+
+
+def test_a_run_that_cannot_be_resumed_is_answered_with_what_works(tmp_path):
+    run, recipe = RunFolder(tmp_path / "run"), pages.find("tiny", "full")
+    write_recipe(run, recipe)
+    with pytest.raises(UserError, match=r"which --resume cannot continue; choose another --output-dir, or remove the"):
+        run_folder.new(recipe, run.path)
+    with pytest.raises(UserError, match=r"start without --resume, with another --output-dir or after removing"):
+        run_folder.to_resume(recipe, run.path)
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"world_size": 2, "layout": {}})
+    with pytest.raises(UserError, match=r"already has a run of tiny-3m-full; add --resume"):
+        run_folder.new(recipe, run.path)
 
 
 CHANGES = {

@@ -37,7 +37,7 @@ def writer(tmp_path):
     """Start another process that writes to a run folder; return it and the run."""
     run = RunFolder(tmp_path / "run")
     write_recipe(run, replace(pages.find("tiny", "full"), save_steps=5))
-    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "files": {}})
+    write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process, run

@@ -167,6 +167,11 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
         held = read_recipe(run).name
         if held != recipe.name:
             raise UserError(f"{output_dir} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
+        if newest_checkpoint(run) is None:
+            raise UserError(
+                f"{output_dir} has a run of {held} without a complete checkpoint, which --resume cannot continue; "
+                "choose another --output-dir, or remove the folder if you need nothing in it."
+            )
         raise UserError(f"{output_dir} already has a run of {held}; add --resume, or choose another --output-dir.")
     if used:
         raise UserError(f"{output_dir} exists and is not a run folder; choose a new or empty --output-dir.")
@@ -197,10 +202,9 @@ def _unusable(path: Path, error: OSError) -> UserError:
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     """Return the run to resume: the run in `output_dir`, or this recipe's newest; it needs a complete checkpoint."""
     if output_dir is None:
-        found = sorted((runs() / recipe.name).glob("*/recipe.json"), reverse=True)
+        found = [RunFolder(file.parent) for file in sorted((runs() / recipe.name).glob("*/recipe.json"))]
         # Pages with the same name in different folders have runs with the same name.
-        same = (RunFolder(file.parent) for file in found if from_dict(read_json(file)).page == recipe.page)
-        run = next(same, None)
+        run = max((one for one in found if read_recipe(one).page == recipe.page), key=_latest_start, default=None)
         if run is None:
             raise UserError(f"nothing to resume: no run of {recipe.name} in {runs()}; add --output-dir.")
     else:
@@ -211,8 +215,21 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     if held != recipe.name:
         raise UserError(f"{run.path} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
     if newest_checkpoint(run) is None:
-        raise UserError(f"nothing to resume: {run.checkpoints} has no complete checkpoint; start without --resume.")
+        anew = f", with another --output-dir or after removing {output_dir}" if output_dir else ""
+        raise UserError(
+            f"nothing to resume: {run.checkpoints} has no complete checkpoint; start without --resume{anew}."
+        )
     return run
+
+
+def _latest_start(run: RunFolder) -> datetime:
+    """Return when a run's ranks last started, as recorded, or without a record when its recipe was written.
+
+    A folder's name says nothing about that: the user may have chosen it, and `-10` follows `-9`.
+    """
+    with contextlib.suppress(UserError, AttributeError, KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(read_json(run.environment)["started"]).astimezone()
+    return datetime.fromtimestamp(run.recipe.stat().st_mtime).astimezone()
 
 
 def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
@@ -231,7 +248,7 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
                 f"epochs={recipe.epochs:g}: ignored, since the run has max_steps={recipe.max_steps}; use "
                 f"max_steps={2 * trained}, or add max_steps=none."
             )
-    ended = read_json(run.summary).get("stopped_early")
+    ended = _summary(run).get("stopped_early")
     if ended and recipe.early_stopping == before.early_stopping:
         raise UserError(
             f"nothing to resume: the run in {run.path} stopped early {ended}; early_stopping="
@@ -249,13 +266,25 @@ def is_finished(run: RunFolder) -> bool:
 
 def has_ended(run: RunFolder) -> bool:
     """Return True if the run's summary is that of an end, also while another recipe is about to continue the run."""
+    return not _summary(run).get("stopped", True)
+
+
+def _summary(run: RunFolder) -> Json:
+    """Return the content of a run's summary, or an empty object if there is none."""
     try:
-        run.summary.stat()
-        return not read_json(run.summary).get("stopped")
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise FileUnusable(of_system(error, run.summary)) from error
+        found = read_json(run.summary, None)
+    except FileUnusable:
+        raise
+    except UserError:
+        found = []
+    if found is None:
+        return {}
+    if isinstance(found, dict) and "stopped" in found:
+        return found
+    raise UserError(
+        f"{run.summary}: not a run's summary; restore it, or remove it: the run then counts as not finished, and "
+        "--resume trains what is left and exports it."
+    )
 
 
 @contextlib.contextmanager
@@ -387,7 +416,10 @@ def truncated(checkpoint: Path) -> str | None:
     `training/checkpoint/digests.py` compares their content.
     """
     try:
-        written = dict(read_json(checkpoint / COMPLETE).get("files", {}))
+        complete = read_json(checkpoint / COMPLETE)
+        written = dict(complete.get("files", {}))
+        if not (isinstance(complete.get("layout"), dict) and isinstance(complete.get("world_size"), int)):
+            return COMPLETE
     except FileUnusable:
         raise
     except (UserError, AttributeError, TypeError, ValueError):
@@ -468,7 +500,7 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
                 files.write_bytes(log, kept)
             if not kept:
                 log.unlink()
-        if run.summary.exists() and not (has_ended(run) and read_json(run.summary).get("steps", -1) <= last):
+        if run.summary.exists() and not (has_ended(run) and _summary(run).get("steps", -1) <= last):
             run.summary.replace(_before(run.summary))
 
 

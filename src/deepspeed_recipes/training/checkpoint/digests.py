@@ -56,7 +56,7 @@ def harm(checkpoint: Path, name: str) -> str:
         if not file.exists():
             return f"a link to {os.readlink(file)}, which does not exist" if file.is_symlink() else "it is missing"
         if name == COMPLETE:
-            return "it is cut off"
+            return "it is cut off, or lacks what a run writes into it"
         if name == "latest":  # DeepSpeed's, with the name of the folder to load
             folders = ", ".join(one.name for one in checkpoint.iterdir() if one.is_dir()) or "no folder"
             return f"it names {file.read_bytes()[:80].decode(errors='replace')!r}, and the checkpoint has {folders}"
