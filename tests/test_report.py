@@ -14,15 +14,17 @@ from deepspeed_recipes.recipe.errors import printable
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
+    accept_recipe,
     append_jsonl,
     read_json,
     read_jsonl,
+    read_recipe,
     write_json,
     write_jsonl,
     write_recipe,
 )
 from deepspeed_recipes.report import charts, run_data, text, write
-from deepspeed_recipes.report.page import Chart, Curve, Document, duration
+from deepspeed_recipes.report.page import Chart, Curve, Document, Note, duration
 from deepspeed_recipes.report.sections import curves, examples, hardware, results, settings
 
 HOSTILE = '</pre><script>alert("1")</script>\'" onload=x&amp;<img src=http://e.example/x>\x1b[31m\x00\ud800'
@@ -449,6 +451,25 @@ def test_scores_on_other_held_out_examples_are_not_compared(tmp_path):
     assert results.sentence(data).endswith("; before training it was not measured on them.")
     assert "before" not in " ".join(str(name) for name, *_ in results.rows(data))
     assert results.judgement(data).startswith("Nothing was measured so before training")
+
+
+def test_an_evaluation_from_before_the_run_was_resumed_is_named_as_such(tmp_path):
+    run = a_run(tmp_path / "run")
+    told, models = ", measured before the run was resumed, of its model then:", [{"name": "export", "score": 1.0}]
+    one = {"metric": "loss", "examples": 4, "data": "a.jsonl", "models": models}
+
+    def notes():
+        (section,) = results.evaluation(run_data.read(run.path))
+        return [block.text.endswith(told) for block in section.blocks if isinstance(block, Note)]
+
+    write_json(run.evaluation, one | {"tasks": [one]})
+    accept_recipe(run)  # a step of the run that was evaluated
+    assert notes() == [False, False]
+    write_recipe(run, read_recipe(run))
+    accept_recipe(run)
+    assert notes() == [True, True]
+    write_json(run.evaluation, one | {"tasks": read_json(run.evaluation)["tasks"]})  # as `evaluate` does
+    assert notes() == [False, True]
 
 
 def test_the_verdict_says_what_was_trained_where_and_how(tmp_path):

@@ -40,6 +40,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.stopping import StopOnSignal
 from deepspeed_recipes.training.checkpoint import universal
 from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.model_folder import record
 from deepspeed_recipes.training.optimizer import rate_schedule
 from tests.launching import BIN
 from tests.ranks import read_logs
@@ -125,6 +126,11 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     steps = [row["step"] for row in read_jsonl(run.metrics)]
     assert steps[:4] == [1, 2, 3, 4] and 7 not in steps and steps[-1] == 9
     assert run_folder.is_finished(run) and read_json(run.summary)["steps"] == 9
+    forget_after(run, newest_checkpoint(run))
+    write_recipe(run, replace(resumed, max_steps=5))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "exported.log")
+    assert "only measuring and exporting" in read_logs(tmp_path / "exported.log")[0]
+    assert record.read(run.export).recipe.max_steps == read_recipe(run).max_steps == 5
 
 
 @pytest.mark.every

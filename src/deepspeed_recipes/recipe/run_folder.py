@@ -70,7 +70,10 @@ class RunFolder:
     evaluations = Place("evaluations.jsonl")
     """One JSON object per evaluation on the held-out data."""
     evaluation = Place("evaluation.json")
-    """The latest results of `ds-recipes evaluate`: this run compared with other models."""
+    """The latest results of `ds-recipes evaluate`: this run compared with other models.
+
+    `earlier` marks results, and those of tasks, from before the run was resumed: they are another model's.
+    """
     answers = Place("answers.jsonl")
     """Answers to a few held-out examples, before and after training; one JSON object per answer."""
     rollouts = Place("rollouts.jsonl")
@@ -589,12 +592,19 @@ def accept_recipe(run: RunFolder) -> None:
 
     This is done before a step is recorded: ranks that refuse the recipe, or fail earlier, leave the run as it was.
     """
+    resumed = run.requested.exists()
     run.summary.unlink(missing_ok=True)
     for path in (run.data, run.deepspeed, run.environment, run.recipe):
         with contextlib.suppress(FileNotFoundError):
             _requested(path).replace(path)
     for log in (*_logs(run), run.summary):
         _before(log).unlink(missing_ok=True)
+    with contextlib.suppress(UserError):  # a damaged one is named by the report
+        found = read_json(run.evaluation, None)
+        if resumed and isinstance(found, dict):
+            for one in (found, *(found.get("tasks") or ())):
+                one["earlier"] = True
+            write_json(run.evaluation, found)
 
 
 def discard_requested(run: RunFolder, recipe: bool = True) -> None:

@@ -36,6 +36,7 @@ from ..recipe.run_folder import (
     REWIND,
     UNREADABLE,
     RunFolder,
+    accept_recipe,
     checkpoint_bytes,
     newest_checkpoint,
     read_json,
@@ -328,6 +329,8 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline:
     )
     if heads.trained_by(recipe) in ("vocabulary", "vision"):  # which writes text
         expected.write_of(trainer, lambda tokens: context.parallel.logits(trainer, tokens), dtype, run.unverified)
+    if distributed.is_first():
+        accept_recipe(run)  # which the record in the export holds; here if all steps were trained before
     results = {"after": after, "logit_difference": difference}
     if published := quantization.title(load.load_config(recipe).to_dict()):
         results["dequantized"] = published

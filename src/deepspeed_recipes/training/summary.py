@@ -5,7 +5,7 @@ import shlex
 from ..recipe.files import Json
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import RunFolder, accept_recipe, has_ended, read_jsonl, write_json
+from ..recipe.run_folder import RunFolder, has_ended, read_jsonl, write_json
 from ..report.page import duration
 from . import distributed
 from .callbacks.evaluation import Evaluation
@@ -63,7 +63,6 @@ def finished(
         summary["not_loaded"] = not_loaded
     if SKIPPED:
         summary["skipped"] = SKIPPED
-    accept_recipe(run)  # here if all steps were trained before
     write_json(run.summary, summary)
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""

@@ -181,7 +181,8 @@ def evaluation(run: RunData) -> Iterator[Section]:
             continue
         metric = str(found.get("metric"))
         form, unit, title = method.form(metric), UNITS.get(metric, ""), method.title(metric).capitalize()
-        blocks.append(Note(f"{title} on {found.get('examples')} examples of {found.get('data')}:"))
+        earlier = ", measured before the run was resumed, of its model then" if found.get("earlier") else ""
+        blocks.append(Note(f"{title} on {found.get('examples')} examples of {found.get('data')}{earlier}:"))
         scores = tuple(
             (str(one.get("name")), *(run.number(source + key, form, unit) for key in ("score", "low", "high")))
             for source, one in models
