@@ -494,7 +494,7 @@ MISTAKES = {
     ("--gpu", "4090", "--serve", "4x4k"): "name a model first",
     ("llama3-8b", "--which-gpu", "--serve", "4x4k"): "--which-gpu and --serve: give one of them",
     ("llama3-8b", "--which-gpu", "--machine", "here.json"): "--which-gpu and --machine: give one of them",
-    ("llama3-8b", "--which-gpu", "software=peft"): "--which-gpu and --software: give one of them",
+    ("llama3-8b", "--which-gpu", "software=peft"): "--which-gpu and software=...: give one of them",
     ("llama3-8b", *EIGHT, "--network", "100"): "--network 100: a single node uses none; add --nodes M",
     ("llama3-8b", *EIGHT, "--deadline", "8h", "--longest", "--tokens", "1B"): "--deadline and --longest: give one",
     ("--gpu", "4090", "--sequence-length", "32k"): "name a model first",

@@ -37,8 +37,8 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     """Print the smallest and the cheapest hardware, and return the exit status."""
     given = next((name for name in OPTIONS if getattr(arguments, name) not in (None, False, [])), "")
     if given or arguments.nodes != 1:
-        option = given.replace("_", "-") or "nodes"
-        raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
+        option = f"{given}=..." if given == "software" else f"--{given.replace('_', '-') or 'nodes'}"
+        raise UserError(f"--which-gpu and {option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
     work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices=prices(arguments.price))
     if (price := work.prices.given.get("")) is not None:
