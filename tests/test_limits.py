@@ -384,6 +384,14 @@ def test_offloading_is_what_deepspeed_reads(zero, devices):
     assert tuple(used) == devices
 
 
+def test_old_names_in_a_deepspeed_file_are_read_or_refused():
+    old = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": False}
+    assert not deepspeed_file.parse({"zero_optimization": old}).gathers_weights
+    assert deepspeed_file.parse({"zero_optimization": {"stage": 3}}).gathers_weights
+    file = deepspeed_file.parse({"bfloat16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    assert "bfloat16 is the old name of bf16" in limits.limit(pages.find("tiny", "full"), 2, file)
+
+
 def test_a_pipeline_bubble_is_reported(capsys):
     assert bubble(1, 8) == 0 and bubble(4, 1) == 0.75 and bubble(2, 8) == pytest.approx(1 / 9)
     command = ["tiny", "full", "deepspeed=pipeline.json", "layout.pipeline=2", "--gpus", "2", "--dry-run"]

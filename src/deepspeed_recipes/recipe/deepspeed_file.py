@@ -18,6 +18,8 @@ Device = Literal["none", "cpu", "nvme"]
 
 KEPT_WEIGHTS = 1_000_000_000
 """The value of `DeepSpeedFile.kept_weights` with DeepSpeed's defaults."""
+GATHERS = "stage3_gather_16bit_weights_on_model_save"
+"""The key of `DeepSpeedFile.gathers_weights`; its old name has `fp16` in place of `16bit`."""
 PREFETCHED = 50_000_000
 """DeepSpeed's default `stage3_prefetch_bucket_size`: 100 MB in bf16, large enough that latency no longer matters."""
 
@@ -60,8 +62,7 @@ class DeepSpeedFile:
     compiled_passes: tuple[str, ...] = ()
     """`compile.passes`: names of DeepCompile's passes over the graph; empty for the default of the ZeRO stage."""
     gathers_weights: bool = True
-    """True if checkpoints hold Hugging Face weights: under ZeRO-3, if `stage3_gather_16bit_weights_on_model_save` is
-    not false."""
+    """True if checkpoints hold Hugging Face weights: under ZeRO-3, if `GATHERS` is not false."""
 
     @property
     def zero(self) -> JsonView:
@@ -103,7 +104,7 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
         super_offload=stage == 3 and _block(zero, "offload_optimizer").get("super_offload") is True,
         deepcompile=_block(content, "compile").get("deepcompile") is True,
         compiled_passes=tuple(map(str, passes)) if isinstance(passes, list) else (),
-        gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),
+        gathers_weights=stage < 3 or bool(zero.get(GATHERS, zero.get(GATHERS.replace("16bit", "fp16"), True))),
     )
 
 
