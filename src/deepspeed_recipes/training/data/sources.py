@@ -383,12 +383,23 @@ def unread_files(source: Source, data: Data, images: bool = False) -> list[str]:
         splits = read_json(saved)["splits"]
     elif source.name.count("/") == 1 and not folder.exists():  # on the Hub
         splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
+    warnings = []
     if unread := [one for one in splits if one != split and folder / one not in read]:
-        for_measuring = min(unread, key=lambda name: name.startswith("train"))
-        return [f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / for_measuring)}"]
-    if not folder.is_dir() or any((folder / state).exists() for state in text_files.SAVED):
-        return []
-    warnings, chosen = [], _files(folder, split)
+        measured = _measured(folder / min(unread, key=lambda name: name.startswith("train")))
+        warnings.append(f"warning: {folder}: not read: {', '.join(unread)} among its splits{measured}")
+    if not folder.is_dir():
+        return warnings
+    if any((folder / state).exists() for state in text_files.SAVED):
+        found = (one for place in (folder, folder / split) for one in sorted(place.glob("*")) if one not in read)
+        # What `datasets` writes there: its states, data-00000-of-00001.arrow, and cache-*.arrow.
+        theirs = {*text_files.SAVED, "dataset_info.json"}
+        beside = [one for one in found if one.suffix != ".arrow" and one.name not in theirs and one.is_file()]
+        if beside := [one for one in beside if text_files.suffix(one) in text_files.SUFFIXES]:
+            named = ", ".join(str(file.relative_to(folder)) for file in beside[:NAMED_FILES])
+            named += weights.more(beside, NAMED_FILES)
+            warnings.append(f"warning: {folder}: not read beside what save_to_disk has written: {named}")
+        return warnings
+    chosen = _files(folder, split)
     if missing := text_files.missing_parts(chosen):
         named = f"{', '.join(missing[:NAMED_FILES])}{weights.more(missing, NAMED_FILES)}"
         warnings.append(f"warning: {source.name}: {len(missing)} of its numbered files are missing: {named}.")
