@@ -317,6 +317,9 @@ def test_a_file_without_a_model_needs_one(place, values, empty):
         (FACTORY | {"deepspeed": 5}, "deepspeed: 5: must be text or a mapping"),
         (AXOLOTL | {"rl": "grpo", "trl": "yes"}, "trl: yes: must be a mapping"),
         (AXOLOTL | {"datasets": [{"path": "a", "roles": ["a"]}]}, r"datasets\[0\]\.roles: a: must be a mapping"),
+        (FACTORY | {"model_name_or_path": {"a": 1}}, r"model_name_or_path: \{'a': 1\}: must be text"),
+        (AXOLOTL | {"base_model": ["a", "b"]}, "base_model: a,b: must be text"),
+        (AXOLOTL | {"adapter": True}, "adapter: true: must be text"),
         (TRL_MIXED, "dataset_mixture: data_files: 5: must be text or a list or a mapping"),
     ],
 )
@@ -383,6 +386,12 @@ def test_a_deepspeed_file_that_is_not_here_is_taken_by_its_name_and_named(place)
         (FACTORY, {"use_dora": True}, "dora"),  # tiny leaves it out
         (FACTORY, {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type"),
         (FACTORY, {"deepspeed": "ours.json"}, "deepspeed"),
+        (FACTORY, {"val_size": 0.1, "eval_dataset": "ours"}, "val_size"),
+        (AXOLOTL, {"test_datasets": [{"path": "b.jsonl", "type": "alpaca"}]}, "val_set_size"),
+        (FACTORY, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (TRL, {"bf16": False, "torch_dtype": "float16"}, "torch_dtype"),
+        (TRL, {"bf16": False, "dtype": "auto"}, "dtype"),
+        (TRL, {"fsdp": "full_shard", "fsdp_config": "nowhere.json"}, "fsdp_config"),
         (AXOLOTL, {"lora_target_modules": ["embed_tokens", "lm_head"]}, "lora_target_modules"),
         (AXOLOTL, {"datasets": [{"path": "a", "roles_to_train": []}]}, "datasets[0].roles_to_train"),
         (AXOLOTL, {"datasets": [{"path": "a", "train_on_eos": "none"}]}, "datasets[0].train_on_eos"),
@@ -413,6 +422,12 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (AXOLOTL, {"sample_packing": "false", "train_on_inputs": "False"}, {"packing": "false"}),
         (TRL, {"use_peft": "true", "packing": "false"}, {"packing": "false", "lora.rank": "16"}),
         (TRL, {"loss_type": "simpo", "cpo_alpha": 0, "use_peft": True}, {"simpo.beta": "0.1"}),
+        (TRL, {"bf16": False, "torch_dtype": "bfloat16"}, {"precision": "bf16"}),
+        (TRL, {"bf16": False, "dtype": "torch.float32"}, {"precision": "fp32"}),
+        (TRL, {"bf16": True, "dtype": "float32"}, {"precision": "bf16"}),
+        (TRL, {"fsdp": "full_shard", "fsdp_config": "fsdp.json"}, {"deepspeed": "zero3_offload_params.json"}),
+        (FACTORY, {"label_smoothing_factor": 0, "pref_ftx": 0.0}, {}),
+        (AXOLOTL, {"eta_min": 0, "min_sample_len": 0}, {}),
         (GRPO, {"trl": {"reward_funcs": "mine.score"}}, {"reward": "mine.py:score", "grpo.loss": "dapo"}),
         (GRPO, {"trl": {"reward_funcs": ["mine.score"], "scale_rewards": False}}, {"grpo.scale": "none"}),
         (FACTORY, {"train_on_prompt": True}, {"loss_on": "all", "truncate": "true"}),
@@ -474,6 +489,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
     ],
 )
 def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, expected):
+    (place / "fsdp.json").write_text('{"offload_params": true}')
     found = translate.translate(written(place, tool | change), 1)
     assert found.overrides | expected == found.overrides
     assert not set(change) & {name.partition(".")[0] for name in found.missing}
@@ -656,6 +672,8 @@ def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monk
         ("model_name_or_path: a\ntemplate: b\nexport_dir: c\n", "use ds-recipes export RUN --merge"),
         ("model_name_or_path: a\ntemplate: b\ninfer_backend: vllm\n", "use ds-recipes generate or serve"),
         ("model: a\ntrain_type: lora\nper_device_train_batch_size: 1\n", "a file of ms-swift"),
+        ("model:\n  _component_: a.b\noutput_dir: c\n", "a file of torchtune, which is not translated"),
+        ("model: a\ndataset: b\noutput_dir: c\n", "model: a key of another tool, such as ms-swift"),
         ("distributed_type: FSDP\nnum_processes: 8\n", "a configuration of accelerate"),
     ],
 )

@@ -72,9 +72,10 @@ def translate(file: Path, gpus: int) -> Translation:
     values = read(file)
     if "train_dataset" in values:
         raise UserError(f"{file}: a file of LLaMA-Factory's v1 (train_dataset); only its files with `stage` are read.")
-    if isinstance(given := values.get("deepspeed"), str) and not Path(given).is_file():  # of the tool's checkout
-        places = (folder / given for folder in (file.parent, *file.parent.parents))
-        values["deepspeed"] = str(next(filter(Path.is_file, places), given))
+    for key in ("deepspeed", "fsdp_config"):
+        if isinstance(given := values.get(key), str) and not Path(given).is_file():  # of the tool's checkout
+            places = (folder / given for folder in (file.parent, *file.parent.parents))
+            values[key] = str(next(filter(Path.is_file, places), given))
     try:
         if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
             for name, value in values.items():
@@ -83,7 +84,7 @@ def translate(file: Path, gpus: int) -> Translation:
             found = llama_factory.translate(values, gpus, file.parent)
         elif "base_model" in values:
             found = axolotl.translate(_unquoted(values), gpus)
-        elif OF_TRAINING_ARGUMENTS & values.keys() and not SWIFT & values.keys():
+        elif OF_TRAINING_ARGUMENTS & values.keys() and not (SWIFT | {"model"}) & values.keys():
             found = trl.translate(_unquoted(values), gpus)
         else:
             raise UserError(_unknown(values))
@@ -163,8 +164,15 @@ def _unknown(values: JsonView) -> str:
         return "a configuration of DeepSpeed, which trains nothing by itself; give it to a recipe as deepspeed=FILE."
     if "distributed_type" in values:
         return "a configuration of accelerate, which starts ranks and trains nothing; give the training file."
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        return "a file of torchtune, which is not translated; key=value reads most of its keys (scripts/README.md)."
     if "recipes" in values or "policy" in values or "trainer" in values:
         return "a configuration in sections, of a tool that is not known here; LLaMA-Factory's and Axolotl's are read."
+    if "model" in values and OF_TRAINING_ARGUMENTS & values.keys():
+        return (
+            "model: a key of another tool, such as ms-swift; LLaMA-Factory's and TRL's files have model_name_or_path, "
+            "and Axolotl's base_model."
+        )
     return "not a training file of LLaMA-Factory, Axolotl or TRL (none of base_model, model_name_or_path, output_dir)."
 
 

@@ -12,8 +12,9 @@ from ....recipe.files import Json
 from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import PerEpoch, Schedule
+from ....recipe.run_folder import read_json
 from ....recipe.sections import OUR_OPTIMIZERS, PAGED, why_impossible
-from .translation import Translation, as_text
+from .translation import Translation, as_text, check_types
 
 DEFAULTS: Json = OTHER_TOOLS["trainer"]["defaults"]
 SHARED = ("layout.tensor", "layout.pipeline", "layout.sequence")
@@ -127,7 +128,23 @@ def _optimization(found: Translation) -> None:
     elif brain or found.take("bf16"):
         found.set("precision", "bf16", "bf16", *brain)
     else:
-        found.set("precision", "fp32", "bf16")
+        _without_bf16(found)
+
+
+def _without_bf16(found: Translation) -> None:
+    """Translate the dtype in which the weights are loaded, and in which a run without fp16 and bf16 computes there."""
+    name = _typed(found, "torch_dtype", "dtype")
+    kind = as_text(found.take("torch_dtype", "dtype")).removeprefix("torch.")
+    if kind in ("bfloat16", "bf16"):
+        found.set("precision", "bf16", name)
+        if "bf16" in found.values:
+            found.note("bf16", f"{name} decides")
+        return
+    found.set("precision", "fp32", "bf16")
+    if kind in ("float16", "fp16"):
+        found.lack(name, f"{kind} without a loss scale there; give precision=fp16")
+    elif kind == "auto":
+        found.lack(name, "the dtype of the model's files there; if that is bf16, give precision=bf16")
 
 
 OF_TRACKERS = {
@@ -235,12 +252,17 @@ def _sharding(found: Translation) -> None:
         found.set("deepspeed", ours, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
     if (shards or settings) and not file:
-        options = settings if isinstance(settings, dict) else {}
+        here = isinstance(settings, str) and Path(settings).is_file()
+        options = read_json(Path(settings)) if here else settings if isinstance(settings, dict) else {}
+        check_types({"fsdp_config": options}, {"fsdp_config": (dict,)})
         offloads = "offload" in str(shards) or bool(options.get("fsdp_offload_params") or options.get("offload_params"))
         ours = "zero3_offload_params.json" if offloads else "zero3.json"
         for name in ("fsdp", "fsdp_config", "fsdp_version"):
             if name in found.values:
                 found.note(name, f"deepspeed={ours}, which shards the same")
+        if isinstance(settings, str) and not here:
+            offloading = "if it offloads, give deepspeed=zero3_offload_params.json"
+            found.lack("fsdp_config", f"{settings} is not here; {offloading}")
         found.overrides["deepspeed"] = ours
         if options.get("fsdp_activation_checkpointing") or options.get("activation_checkpointing"):
             found.set("gradient_checkpointing", True, "fsdp_config")
@@ -266,7 +288,9 @@ def number(value: Any, name: str) -> float:
 def held_out_share(found: Translation, name: str) -> None:
     """Translate the share of the examples that is held out, unless the file names held-out data."""
     share = number(found.take(name), name)
-    if share >= 1:
+    if share and (found.given("eval_dataset") or "data.validation" in found.overrides):
+        found.lack(name, f"{found.tool} refuses it together with other held-out examples; keep one of them")
+    elif share >= 1:
         found.lack(name, f"{share:g} examples: give a share, data.validation_share=0.05")
     elif "data.validation" not in found.overrides:
         found.set("data.validation_share", share, name)

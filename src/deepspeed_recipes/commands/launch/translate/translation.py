@@ -257,6 +257,8 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("report_to", "dataset", "eval_dataset", "reward_funcs", "unfrozen_parameters"), (str, list)),
     **dict.fromkeys(("lora_target", "lora_target_modules", "tokens", "add_tokens"), (str, list)),
     **dict.fromkeys(("deepspeed", "fsdp_config"), (str, dict)),
+    **dict.fromkeys(("model_name_or_path", "base_model", "stage", "finetuning_type"), (str,)),
+    **dict.fromkeys(("template", "rl", "adapter"), (str,)),
     **dict.fromkeys(("dataset_name", "dataset_dir", "output_dir", "optim", "optimizer", "lr_scheduler_type"), (str,)),
     "trl": (dict,),
 }
