@@ -337,7 +337,8 @@ def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, capsys,
         tmp_path / "dora" / base_model.ADAPTER, read_json(tmp_path / "dora" / base_model.ADAPTER) | {"use_dora": True}
     )
     monkeypatch.chdir(tmp_path)
-    assert run_command("serve", words) == 2
+    port = [] if "--port" in words else ["--port", str(free_port())]
+    assert run_command("serve", [*words, *port]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1, error
 
