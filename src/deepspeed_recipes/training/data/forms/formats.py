@@ -430,10 +430,10 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
     turns = "|".join([r"(?:message|msg|turn)\w*", *filter(None, chain.from_iterable(named))])
     of_turn = rf"\b(?:{turns}|messages\s*\[[^\]]*\])(?:\.|\[['\"]|\.get\(['\"])"
     for key, count in counts.items():
-        place, _, name = key.partition(".")
+        place, _, last = key.partition(".")
         # A turn's `tools` is not the template's variable of that name, and the other way round.
         before = of_turn if place == "turns" else r"(?<![\w.'\"])"
-        if not name or key.startswith(ODD) or not re.search(rf"{before}{re.escape(name)}\b", template):
+        if not last or key.startswith(ODD) or not re.search(rf"{before}{re.escape(last)}\b", template):
             found[key] = count
     places = [key.removeprefix(ODD_AT) for key in counts if key.startswith(ODD_AT)]
     misfit = f"warning: inconsistencies in {counted(len(places), 'example')}, first in {[*places, ''][0]}"
