@@ -427,7 +427,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (TRL, {"bf16": True, "dtype": "float32"}, {"precision": "bf16"}),
         (TRL, {"fsdp": "full_shard", "fsdp_config": "fsdp.json"}, {"deepspeed": "zero3_offload_params.json"}),
         (FACTORY, {"label_smoothing_factor": 0, "pref_ftx": 0.0}, {}),
-        (AXOLOTL, {"eta_min": 0, "min_sample_len": 0}, {}),
+        (AXOLOTL, {"eta_min": 0, "min_sample_len": 0, "datasets": [{"path": "a", "skip": 0}]}, {}),
         (GRPO, {"trl": {"reward_funcs": "mine.score"}}, {"reward": "mine.py:score", "grpo.loss": "dapo"}),
         (GRPO, {"trl": {"reward_funcs": ["mine.score"], "scale_rewards": False}}, {"grpo.scale": "none"}),
         (FACTORY, {"train_on_prompt": True}, {"loss_on": "all", "truncate": "true"}),
@@ -492,7 +492,7 @@ def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, exp
     (place / "fsdp.json").write_text('{"offload_params": true}')
     found = translate.translate(written(place, tool | change), 1)
     assert found.overrides | expected == found.overrides
-    assert not set(change) & {name.partition(".")[0] for name in found.missing}
+    assert not set(change) & {re.split(r"[.[]", name)[0] for name in found.missing}
     assert not any(became.endswith("=N") for became in found.translated.values())
 
 
@@ -672,7 +672,7 @@ def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monk
         ("model_name_or_path: a\ntemplate: b\nexport_dir: c\n", "use ds-recipes export RUN --merge"),
         ("model_name_or_path: a\ntemplate: b\ninfer_backend: vllm\n", "use ds-recipes generate or serve"),
         ("model: a\ntrain_type: lora\nper_device_train_batch_size: 1\n", "a file of ms-swift"),
-        ("model:\n  _component_: a.b\noutput_dir: c\n", "a file of torchtune, which is not translated"),
+        ("model:\n  _component_: a.b\noutput_dir: c\nlog_dir: ${output_dir}\n", "a file of torchtune"),
         ("model: a\ndataset: b\noutput_dir: c\n", "model: a key of another tool, such as ms-swift"),
         ("distributed_type: FSDP\nnum_processes: 8\n", "a configuration of accelerate"),
     ],

@@ -76,18 +76,23 @@ def translate(file: Path, gpus: int) -> Translation:
         if isinstance(given := values.get(key), str) and not Path(given).is_file():  # of the tool's checkout
             places = (folder / given for folder in (file.parent, *file.parent.parents))
             values[key] = str(next(filter(Path.is_file, places), given))
+    of_factory = "model_name_or_path" in values and bool(OF_LLAMA_FACTORY & values.keys())
+    of_trainer = bool(OF_TRAINING_ARGUMENTS & values.keys()) and not (SWIFT | {"model"}) & values.keys()
     try:
-        if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
+        if not (of_factory or of_trainer or "base_model" in values):
+            raise UserError(_unknown(values))
+        for key, value in values.items():
+            if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(_without_templates({key: value}))):
+                raise UserError(f"{key}: {hole[0]} is filled in by another program; write the value, and try again.")
+        if of_factory:
             for name, value in values.items():
                 if isinstance(value, str) and value.lower() in SWITCHES:
                     raise UserError(f'{name}: "{value}" is text, which is true there; write it without the quotes.')
             found = llama_factory.translate(values, gpus, file.parent)
         elif "base_model" in values:
             found = axolotl.translate(_unquoted(values), gpus)
-        elif OF_TRAINING_ARGUMENTS & values.keys() and not (SWIFT | {"model"}) & values.keys():
-            found = trl.translate(_unquoted(values), gpus)
         else:
-            raise UserError(_unknown(values))
+            found = trl.translate(_unquoted(values), gpus)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     found.gpus = gpus
@@ -111,7 +116,7 @@ def _without_templates(value: Any) -> Any:
 
 
 def read(file: Path) -> Json:
-    """Return the settings in a YAML or JSON file: a mapping without double keys or another tool's placeholders."""
+    """Return the settings in a YAML or JSON file: a mapping without double keys."""
     import yaml  # not in the standard library, and only this command needs it
 
     class Loader(yaml.SafeLoader):
@@ -149,11 +154,6 @@ def read(file: Path) -> Json:
         raise UserError(f"{file}: not valid {what}: {first_line(error)}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")
-    for key, value in values.items():
-        if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(_without_templates({key: value}))):
-            raise UserError(
-                f"{file}: {key}: {hole[0]} is filled in by another program; write the value, and try again."
-            )
     return values
 
 

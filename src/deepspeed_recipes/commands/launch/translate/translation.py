@@ -198,7 +198,7 @@ class Translation:
                 if why := listed(inside or name, table.get(kind, {}) | OTHER_TOOLS["trainer"].get(kind, {})):
                     place[name] = why
                     break
-                if why := OTHER_TOOLS["redundant"].get(f"{name}={as_text(self.values[name])}".lower()):
+                if why := OTHER_TOOLS["redundant"].get(f"{inside or name}={as_text(self.values[name])}".lower()):
                     self.unneeded[name] = why
                     break
             else:
