@@ -173,6 +173,17 @@ def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
         export.write(source, tmp_path / "other", merge=False)
 
 
+def test_weights_without_their_scales_are_not_loaded(tmp_path):
+    source = tmp_path / "packed"
+    shutil.copytree(TINY_MODEL, source)
+    state = load_file(source / WEIGHTS)
+    name = "model.layers.0.mlp.down_proj.weight"
+    state[f"{name}_scale_inv"] = torch.ones(1)
+    save_file(state, source / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"its weights are quantised .*though its config\.json does not say so"):
+        export.load(source)
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, capsys):
     source = tmp_path / "bare"
     source.mkdir()

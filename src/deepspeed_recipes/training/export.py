@@ -332,7 +332,9 @@ def load_whole(
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
     if folder.is_dir():  # and not a Hub id
         weights.check_intact(folder)
-        weights.tensors(folder, "model")
+        found_weights, config = weights.tensors(folder, "model"), base_model.config_of(folder)
+        if "quantization_config" not in config:
+            weights.check_scales(config, found_weights, str(folder))
         generate.check_settings(str(folder))
     trusted = base_model.may_run_code(of_adapter or folder)
     options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted, **split}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.recipe import Layout
+from ...recipe.recipe import Layout, Recipe
 from ...training import export, server
 from ...training.data import classes, tokenize
 from ...training.data.answers import Question, generation_prompt, question
@@ -103,7 +103,8 @@ KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "prefe
 
 
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
-    model, tokenizer, recipe = export.load(folder, placed=True), export.load_tokenizer(folder), held_out.recipe
+    model, tokenizer = export.load(folder, placed=True), export.load_tokenizer(folder)
+    recipe = _as_for(tokenizer, held_out)
     if tokenizer.chat_template is None and recipe.method.examples == "conversations":
         raise UserError(
             f"{folder}: its tokenizer has no chat template, in which conversations are measured; save the template "
@@ -168,5 +169,10 @@ def questions(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Que
 
 def _sequences(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Json]:
     """Return every example as training a model with this tokenizer would read it."""
-    recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
-    return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
+    return list(map(tokenize.of_conversation(_as_for(tokenizer, held_out), tokenizer), held_out.examples))
+
+
+def _as_for(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Recipe:
+    """Return the recipe with which a model with this tokenizer would be trained on the examples."""
+    recipe = held_out.recipe
+    return replace(recipe, model=replace(recipe.model, path=tokenizer.name_or_path, vision=False))

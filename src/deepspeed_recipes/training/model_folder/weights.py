@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...recipe import quantization
 from ...recipe.errors import FileUnusable, UserError, of_system
-from ...recipe.files import check_ends
+from ...recipe.files import JsonView, check_ends
 from ...recipe.run_folder import read_json
 from .base_model import ADAPTER, KEY, config_of
 
@@ -61,7 +61,11 @@ def check(folder: Path, key: str = "model.path") -> None:
         )
     config = config_of(folder)
     quantization.check(config, name)
-    found = tensors(folder, key)
+    check_scales(config, tensors(folder, key), name)
+
+
+def check_scales(config: JsonView, found: Mapping[str, Tensor], name: str) -> None:
+    """Refuse quantised weights of which config.json does not say so: they would be read without their scales."""
     parts = [part for part in found if _PARTS.search(part)]
     if parts and not quantization.is_read(config):
         raise UserError(
