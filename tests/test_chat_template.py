@@ -134,6 +134,18 @@ def test_the_launcher_finds_what_the_template_drops(tmp_path, name):
     assert launch.main(["tiny", variant, "--dry-run", *words, "model.chat_template=chatml"]) in (0, None)
 
 
+def test_a_template_that_is_no_text_is_refused_before_a_run(tmp_path):
+    model = model_with(tmp_path / "model", "llama3")
+    (model / "chat_template.jinja").unlink()
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": 5}))
+    with pytest.raises(UserError, match="its chat_template is of type int, not text"):
+        launch.main(["tiny", "full", "--dry-run", f"model.path={model}"])
+    with pytest.raises(UserError, match="its chat_template is of type int, not text"):
+        chat_templates.load_tokenizer(small(model, tmp_path / "data.jsonl"))
+
+
 @pytest.mark.parametrize("room", [-1, 0])
 def test_a_refused_role_is_answered_with_the_length_that_it_needs(tmp_path, room):
     data = tmp_path / "data.jsonl"

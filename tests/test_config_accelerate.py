@@ -156,6 +156,13 @@ MISTAKES = [
     (GPUS | {"gpu_ids": 0}, "gpu_ids", "is not text", 'write "all", in quotes'),
     (GPUS | {"gpu_ids": [0, 1]}, "gpu_ids", "is not text", 'write "0,1", in quotes'),
     (GPUS | {"gpu_ids": "0"}, "gpu_ids", "a single GPU", "write all"),
+    (GPUS | {"gpu_ids": "0,1", "num_processes": 4}, "gpu_ids", "the other of 4 processes have none", "write all"),
+    (with_deepspeed(zero_stage=2) | {"gpu_ids": "0", "num_processes": 2}, "gpu_ids", "names 1 GPU", "write all"),
+    (GPUS | {"main_process_port": 99999}, "main_process_port", "not a port", "up to 65535"),
+    (
+        with_deepspeed(zero_stage=2, zero3_save_16bit_model=True),
+        *("deepspeed_config.zero3_save_16bit_model", "at stage 2", "false"),
+    ),
     (GPUS | {"num_machines": "2"}, "num_machines", "not a whole number", "num_machines: 1"),
     (GPUS | {"fp8_config": {"backend": "TE"}}, "fp8_config", "without mixed_precision: fp8", "mixed_precision: fp8"),
     (GPUS | {"rdzv_backend": "c10d"}, "rdzv_backend", "from its command line", "--rdzv_backend c10d"),

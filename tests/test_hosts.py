@@ -49,6 +49,8 @@ MISTAKES = {
     "@a slots=8\n": "is not a valid hostfile line",
     "a: slots=8\n": "is not a valid hostfile line",
     "# two\na slots=2\n\na slots=2\n": ":4: a is listed twice",
+    "a slots=2\nA slots=2\n": ":2: A is listed twice",
+    "\ufeffa slots=2\n": "begins with a byte order mark",
     "": "no hosts",
     "# nothing\n": "no hosts",
 }

@@ -255,6 +255,10 @@ def test_a_settings_key_can_mark_a_secret():
     held = {key: "hunter2" for key in KEYS} | {"list": [{"token": "hunter2"}], "url": f"https://a:{PASSWORD}@h/x"}
     shown = redacted(held)
     assert "hunter2" not in str(shown) and PASSWORD not in str(shown) and set(shown) == set(held)
+    inside = redacted({"password": {"x": "hunter2"}, f"https://a:{PASSWORD}@h": 1, "u": "https://h/x?pw=hunter2"})
+    assert "hunter2" not in str(inside) and PASSWORD not in str(inside) and len(inside) == 3
+    assert redacted({"u": "https://ada:hun/ter2@h/x"}) == {"u": "https://***@h/x"}
+    assert redacted({"u": "http://h:8000/v1/a@b"}) == {"u": "http://h:8000/v1/a@b"}, "a port, not a password"
     plain = {"pad_token": "<pad>", "tokens": 5, "keys": ["a"], "tokenizer": "x", "token": "", "password": None}
     assert redacted(plain) == plain and check_no_credential(plain, "") is None
     with pytest.raises(UserError, match=r"^a\.b\.api_key=\*\*\*: its credential could be read here; leave it out"):

@@ -195,6 +195,9 @@ def _source(recipe: Recipe) -> str | None:
     ):
         return None
     found = read_json(config).get("chat_template")
+    if not isinstance(found, str | list | None):
+        kind = type(found).__name__
+        raise UserError(f"{config}: its chat_template is of type {kind}, not text; correct it.")
     return _read(OWN) if found is None else found if isinstance(found, str) else None
 
 

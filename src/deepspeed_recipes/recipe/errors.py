@@ -16,7 +16,9 @@ _SECRET_NAME = (
     r"|(?-i:(?<!PUBLIC)_(?:KEY|PWD|PAT|CREDS|JWT)$)"  # only variables: a `sort_key` is none
 )
 _SECRET_VALUE = (
-    r"(?<=://)[^/?#\s'\"]+(?=@)|(?<=%3A%2F%2F)[^/?#&\s'\"]+?(?=%40)"  # https://TOKEN@host, https://user:p@ssword@host
+    # https://TOKEN@host, https://user:p@ssword@host, and a password with a slash, which is not a port
+    r"(?<=://)[^/?#\s'\"]+(?=@)|(?<=://)[^/?#\s'\":]+:(?!\d{1,5}/)[^?#\s'\"@]+(?=@)"
+    r"|(?<=%3A%2F%2F)[^/?#&\s'\"]+?(?=%40)"
     r"|\bhf_(?:oauth_)?[A-Za-z0-9]{16,}|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b"  # W&B: prefixed, or 40 hexadecimal digits
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|ptt|cbt)-[\w-]{16,}"  # GitHub, GitLab
@@ -38,7 +40,7 @@ _NAMED = (
 )
 _SECRET_PART = (
     r"(?i)([?&#](?:[\w-]{0,40}[_-])?(?:Signature|Credential|AWSAccessKeyId|sig|token|jwt|auth|code|(?:api)?key|passw(?:or)?d"
-    r"|secret)=)[^&\s'\"]+"
+    r"|pass|pwd?|secret)=)[^&\s'\"]+"
     r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:(?:Basic|Bearer|Digest|Token)(?:\s|%20)+)?)[^\s,'\"]+"
     r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}|(\bBasic(?:\s|%20)+)(?=\S*[\d=])[\w+/=-]{16,}"
     rf"|({_NAMED}\\?['\"]\s*[:=]\s*\\?['\"])[^'\"\\]+"
@@ -231,13 +233,14 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def redacted(value: object, key: str = "") -> Any:
     """Return a JSON value without credentials in its texts or under keys for credentials, safe to share."""
-    if isinstance(value, Mapping):
-        return {name: redacted(inside, str(name)) for name, inside in value.items()}
+    secret = bool(re.fullmatch(_SECRET_KEY, key))
+    if isinstance(value, Mapping):  # below a key for credentials, every text is one
+        return {redact(str(name)): redacted(inside, key if secret else str(name)) for name, inside in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(inside, key) for inside in value]
     if not isinstance(value, str) or not value:
         return value
-    return "***" if re.fullmatch(_SECRET_KEY, key) else redact(value)
+    return "***" if secret else redact(value)
 
 
 def check_no_credential(value: Mapping[str, object], where: str, prefix: str = "") -> None:

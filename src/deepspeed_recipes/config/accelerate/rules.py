@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...recipe.errors import counted
 from ..read import Key
 from ..rule import Config, Hit, Severity
 from ..schema import nearest
@@ -102,6 +103,14 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
     elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and alone and "," not in str(gpus):
         what = f"accelerate stops at a single GPU with distributed_type: {kind}"
         yield Hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
+    elif gpus not in (None, "all") and isinstance(ranks := config.get("num_processes"), int):
+        named, each = len(gpus.strip(",").split(",")), ranks // max(1, keys.machines(config))
+        if named < each and not config.on("use_cpu"):
+            what = f"names {counted(named, 'GPU')}, and the other of {each} processes have none"
+            yield Hit(("gpu_ids",), gpus, what, "name as many, or write all")
+    port = config.get("main_process_port")
+    if isinstance(port, int) and not 0 <= port < 2**16:
+        yield Hit(("main_process_port",), port, "not a port", "write a number up to 65535")
     steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
     value = config.get(*steps)
     if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
@@ -198,8 +207,9 @@ def stage(config: Config, json: Config | None) -> Iterator[Hit]:
     known = json.stage if json else config.number(DEEPSPEED_KEYS, "zero_stage")
     known = 2 if known is None and json is None else known
     flag = (DEEPSPEED_KEYS, "zero3_init_flag")
-    if known is not None and known != 3 and config.on(*flag):
-        yield Hit(flag, True, f"has no effect at stage {known:g}", "write false", severity="warning")
+    for one in (flag, (DEEPSPEED_KEYS, "zero3_save_16bit_model")):
+        if known is not None and known != 3 and config.on(*one):
+            yield Hit(one, True, f"has no effect at stage {known:g}", "write false", severity="warning")
     if known == 3 and config.has(*flag) and not config.on(*flag):
         what = "every process loads the whole model before it is sharded"
         yield Hit(flag, False, what, "write true", severity="warning")

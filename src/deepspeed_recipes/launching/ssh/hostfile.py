@@ -97,6 +97,8 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         lines = hostfile.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--hostfile {hostfile}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from None
+    if lines and lines[0].startswith("\ufeff"):
+        raise UserError(f"{hostfile}: begins with a byte order mark, which DeepSpeed does not read; save it without.")
     slots: dict[str, tuple[int, ...]] = {}
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
@@ -123,7 +125,7 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
             )
         if int(count[1]) == 0:
             raise UserError(f"{hostfile}:{number}: {words[0]} has slots=0; give it at least 1, or remove the line.")
-        if words[0] in slots:
+        if words[0].lower() in map(str.lower, slots):
             raise UserError(f"{hostfile}:{number}: {words[0]} is listed twice; write one line per host.")
         slots[words[0]] = tuple(range(int(count[1])))
     if not slots:

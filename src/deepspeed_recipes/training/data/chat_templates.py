@@ -70,6 +70,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer the template set by `model.chat_template`; the export then includes it."""
     asked = recipe.model.chat_template
+    if not isinstance(tokenizer.chat_template, str | dict | None):
+        kind = type(tokenizer.chat_template).__name__
+        raise UserError(f"model.path={recipe.model.path}: its chat_template is of type {kind}, not text; correct it.")
     if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method.name != "pretrain":
         named = tokenizer.chat_template
         if "default" not in named:
