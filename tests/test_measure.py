@@ -222,7 +222,8 @@ def a_run(runs, name, factor, cluster=ONE, change=lambda summary: summary):
     run.path.mkdir(parents=True)
     for speed in (10.0, factor, factor, factor):
         append_jsonl(run.metrics, {"step": 1, "tokens_per_second": speed * plan.time.tokens_per_second_per_gpu})
-    write_json(run.summary, {"tokens_per_second": 1.0, "gpu_peak_gib": 1.0, "gpu_reserved_gib": 1.0})
+    speeds = {"tokens_per_second": 1.0, "gpu_peak_gib": 1.0, "gpu_reserved_gib": 1.0}
+    write_json(run.summary, {"stopped": False, **speeds})
     forecast.compare(run, plan)
     write_json(run.summary, change(read_json(run.summary)))
 

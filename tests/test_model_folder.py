@@ -40,7 +40,8 @@ def finished(folder, variant, data):
     packages = {"torch": "2.13.0", "deepspeed": "0.19.8"}
     write_json(run.environment, {"packages": packages, "world_size": 2, "gpus": [], "git_commit": COMMIT})
     append_jsonl(run.metrics, {"step": 4, "loss": 0.5, "tokens": 1000, "seconds": 12.0})
-    write_json(run.summary, {"metric": "exact_match", "before": 0.25, "after": 0.875, "logit_difference": 1e-7})
+    measured = {"metric": "exact_match", "before": 0.25, "after": 0.875, "logit_difference": 1e-7}
+    write_json(run.summary, {"stopped": False, **measured})
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
     if recipe.lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))

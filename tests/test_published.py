@@ -384,7 +384,7 @@ def forgotten():
 @pytest.mark.parametrize("constant", ["context", "fragmentation", "fragmentation_sharded"])
 def test_a_missing_part_of_the_memory_is_noticed(forgotten, monkeypatch, constant):
     right = error_on_our_stack()
-    monkeypatch.setitem(COUNTS, constant, 0)
+    monkeypatch.setattr(COUNTS, constant, 0)
     assert error_on_our_stack() > right + 0.005
 
 

@@ -1,5 +1,6 @@
 """The model's own answers: how they are sampled and scored, what a failing reward function does, and resuming."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -307,7 +308,8 @@ def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, fun
     run.path.mkdir()
     write_recipe(run, replace(tiny, reward=f"{functions}:good"))
     (run.checkpoints / "checkpoint-1").mkdir(parents=True)
-    (run.checkpoints / "checkpoint-1" / "complete.json").write_text("{}", encoding="utf-8")
+    complete = {"layout": {}, "world_size": 1}
+    (run.checkpoints / "checkpoint-1" / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
     words = ["tiny", "grpo", "--resume", "--output-dir", str(run.path), "--dry-run"]
     assert main.run("launch", words) == 2
     assert "refusing to run code named only in a run folder" in capsys.readouterr().err

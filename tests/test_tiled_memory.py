@@ -115,7 +115,7 @@ def test_a_reference_that_is_computed_once_is_not_held():
 
 @pytest.mark.parametrize("constant", ["tile_tokens", "tile_gradients", "tile_hidden", "norm_after_tiles"])
 def test_a_missing_part_is_noticed(monkeypatch, constant):
-    monkeypatch.setitem(COUNTS, constant, 0)
+    monkeypatch.setattr(COUNTS, constant, 0)
     lora = Lora(rank=8)
     assert any(predicted(*case, lora) != pytest.approx(allocated(*case, lora), rel=0.02) for case in CASES)
 
@@ -184,7 +184,7 @@ def test_feed_forward_layers_keep_what_is_predicted_to_two_percent(lever, lora):
 
 
 def test_inner_products_that_are_not_counted_are_noticed(monkeypatch):
-    monkeypatch.setitem(COUNTS, "inner", 0)
+    monkeypatch.setattr(COUNTS, "inner", 0)
     assert planned("feed_forward", None)[0] > 1.5 * weighed("feed_forward", None)[0]
 
 

@@ -12,6 +12,7 @@ import torch
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
@@ -196,8 +197,11 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
         run, capsys, *staged
     )
     write_json(run.deepspeed, engine)
-    write_json(run.deepspeed, engine | {"optimizer": {"type": "Lion", "params": {}}})
-    assert "states of Lion (only Adam's) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
+    lion, own = {"optimizer": {"type": "Lion", "params": {}}}, tmp_path / "lion.json"
+    write_json(own, read_json(CONFIGS / "zero2.json") | lion)
+    write_json(run.deepspeed, engine | lion)
+    another = refusal(run, capsys, f"deepspeed={own}", "--gpus", "4")
+    assert "states of Lion (only Adam's) for another number; use --gpus 2" in another
     zero = engine["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}
     write_json(run.deepspeed, engine | {"zero_optimization": zero})
     assert "states on NVMe (offload_optimizer) for another number; use --gpus 2" in refusal(run, capsys, "--gpus", "4")
