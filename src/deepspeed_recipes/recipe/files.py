@@ -8,7 +8,6 @@ import errno
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +95,8 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
         nearest = next(one for one in ([place] if folder else []) + [*place.parents] if os.path.lexists(one))
         if nearest.is_symlink():
             raise UserError(f"{option} {path}: a link that leads nowhere; remove it, or choose another.")
+        import tempfile  # which imports much, and a plan writes nothing
+
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:

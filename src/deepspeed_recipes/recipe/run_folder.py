@@ -8,7 +8,6 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -191,6 +190,8 @@ def check_writable(run: RunFolder) -> None:
     """Refuse a run folder that cannot be created or written to, with the system's reason; leaves nothing behind."""
     try:
         nearest = next(folder for folder in (run.path, *run.path.parents) if folder.exists())
+        import tempfile  # which imports much, and a plan writes nothing
+
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:

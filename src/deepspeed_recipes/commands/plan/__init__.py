@@ -49,7 +49,7 @@ from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
-from . import serving, which_gpu, workload
+from . import workload
 from .options import parser, request_of, with_method
 
 WIDTH = 160
@@ -59,11 +59,14 @@ WIDTH = 160
 def main(words: Sequence[str] | None = None) -> int:
     """Print the plans, and return the exit status: 1 if no plan fits."""
     arguments = with_method(parser(__doc__).parse_intermixed_args(words))
-    if arguments.model is None:
-        return which_gpu.what_fits(arguments, console())
-    if arguments.which_gpu:
-        return which_gpu.answer(arguments, console())
+    # What few answers need is imported where they do: half of the time of a short answer goes into imports.
+    if arguments.model is None or arguments.which_gpu:
+        from . import which_gpu
+
+        return (which_gpu.answer if arguments.model else which_gpu.what_fits)(arguments, console())
     if arguments.serve:
+        from . import serving
+
         return serving.answer(arguments, console())
     request = request_of(arguments)
     work = workload.workload(arguments, request.recipe, request.fixed)
@@ -92,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{program('plan')}: {suggestions.sentence(result)}", file=sys.stderr)
         return 1
     if arguments.write:
-        from . import files  # with the modules of `config`
+        from . import files
 
         try:
             files.write(request, result.best, arguments.write)

@@ -1,6 +1,5 @@
 """The planner's answers to the launcher: a run's forecast, settings that fit, and the prediction's error afterwards."""
 
-import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -118,5 +117,5 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
         }
         speeds = [row["tokens_per_second"] for row in read_jsonl(run.metrics) if row.get("tokens_per_second")]
         if len(speeds) > 1:  # the first logged step compiles kernels and fills caches
-            measured["steady_tokens_per_second"] = statistics.median(speeds[1:])
+            measured["steady_tokens_per_second"] = machine_file.median_of(speeds[1:])
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})

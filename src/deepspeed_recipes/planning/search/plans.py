@@ -1,7 +1,6 @@
 """Plans: one way to train with its cost, duration and price, whether it fits, and how plans are ranked."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from ..cost.step_time import StepTime, step_time
 from ..cost.training_setup import OWN, Software, TrainingSetup
 from ..hardware.cluster import Cluster, Correction
 from ..hardware.instances import Prices
+from ..hardware.machine_file import median_of
 from ..model_profile.profile import ModelProfile
 
 RUNS = Path("runs")
@@ -51,7 +51,7 @@ def corrected(cluster: Cluster, runs: Path = RUNS) -> Cluster:
                 found.setdefault(predicted["kind"], []).append(ratio)
         except (UserError, OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
             continue  # cut off, or by hand
-    factors = {kind: Correction(statistics.median(ratios), len(ratios)) for kind, ratios in found.items()}
+    factors = {kind: Correction(median_of(ratios), len(ratios)) for kind, ratios in found.items()}
     return replace(cluster, corrections=factors)
 
 
