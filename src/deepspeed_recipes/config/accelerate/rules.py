@@ -107,7 +107,8 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
         named, each = len(gpus.strip(",").split(",")), ranks // max(1, keys.machines(config))
         if named < each and not config.on("use_cpu"):
             what = f"names {counted(named, 'GPU')}, and the other of {each} processes have none"
-            yield Hit(("gpu_ids",), gpus, what, "name as many, or write all")
+            numbers = ",".join(map(str, range(each)))
+            yield Hit(("gpu_ids",), gpus, what, f'write all, or write "{numbers}", in quotes')
     port = config.get("main_process_port")
     if isinstance(port, int) and not 0 <= port < 2**16:
         yield Hit(("main_process_port",), port, "not a port", "write a number up to 65535")
