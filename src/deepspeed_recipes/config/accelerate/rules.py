@@ -104,7 +104,7 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
         what = f"accelerate stops at a single GPU with distributed_type: {kind}"
         yield Hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
     elif gpus not in (None, "all") and isinstance(ranks := config.get("num_processes"), int):
-        named, each = len(gpus.strip(",").split(",")), ranks // max(1, keys.machines(config))
+        named, each = len(gpus.strip(",").split(",")), int(ranks // max(1, keys.machines(config)))
         if named < each and not config.on("use_cpu"):
             what = f"names {counted(named, 'GPU')}, and the other of {each} processes have none"
             numbers = ",".join(map(str, range(each)))
