@@ -42,6 +42,8 @@ CORE = {"Job": "batch.v1", "Service": "core.v1", "ConfigMap": "core.v1"}
 RECIPES = (
     ("tiny", "full", 1, 1, ()),
     ("tiny", "dpo_lora", 1, 2, ()),
+    ("tiny", "grpo", 1, 1, ("callbacks=/runs/mine.py:Mine", "data.metric=exact_match,/runs/mine.py:score")),
+    ("tiny", "distill", 1, 1, ("distill.top_k=4", "distill.cache=/runs/cache")),
     ("llama3-8b", "full", 2, 8, ("global_batch_size=128",)),
     ("llama3-8b", "lora", 1, 4, ("wandb.mode=disabled",)),
     ("llama3-8b", "qlora", 1, 1, ("data.path=/runs/data/train.jsonl", "data.validation=none", "data.metric=loss")),
@@ -136,8 +138,8 @@ def test_manifests_are_valid_and_consistent(recipe, validators):
         assert carried.deepspeed == "/recipe/deepspeed.json"
         assert json.loads(found[0]["data"]["deepspeed.json"]) == json.loads(Path(asked.deepspeed).read_text())
         assert str(ROOT) not in found[0]["data"]["recipe.json"]
-        same = replace(carried, deepspeed=asked.deepspeed, model=asked.model, data=asked.data)
-        assert same == asked
+        in_image = from_dict(json.loads(json.dumps(to_dict(asked)).replace(str(ROOT), kubernetes.PROJECT)))
+        assert carried == replace(in_image, deepspeed=carried.deepspeed)
 
 
 def pod_and_master(one):
@@ -225,7 +227,9 @@ def test_a_file_that_pods_cannot_see_is_refused(tmp_path, refused):
     said = refused("tiny", "full", "--kubernetes", f"data.path={mine}", "--output-dir", tmp_path / "run")
     assert f"data.path={mine}" in said and "/runs/mine.jsonl" in said
     assert len(said.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+    (tmp_path / "mine.py").write_text("def mine(example):\n    return example\n")
     for wrong, hint in (
+        (["data.transform=mine.py:mine"], "copy it to the volume and set data.transform=/runs/mine.py:mine."),
         (["--nodes", 0], "at least 1"),
         (["--resume", "--output-dir", tmp_path], "nothing to resume"),
         (["--slurm"], "not both"),

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...recipe import own_code
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, check_no_credential
 from ...recipe.files import Json
@@ -39,6 +40,11 @@ GRACE = 300
 """Seconds between SIGTERM and SIGKILL."""
 HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", *command.ALLOCATOR, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that describe this machine, like paths."""
+PATHS = (
+    *("model.path", "model.chat_template", "data.path", "data.validation", "distill.teacher", "distill.cache"),
+    *own_code.WRITTEN,
+)
+"""Settings that may name files, or that name code in a file."""
 KINDS = ("job", "jobset", "trainjob")
 
 
@@ -90,11 +96,11 @@ def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) 
     check_no_credential(to_dict(recipe), "in the job's files")
     config = Path(recipe.deepspeed).read_text(encoding="utf-8")
     fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
-    for key in ("path", "chat_template"):
-        fields["model"][key] = _in_pod(f"model.{key}", fields["model"][key], mount)
-    for key in ("path", "validation"):
-        if paths := fields["data"][key]:
-            fields["data"][key] = ",".join(_in_pod(f"data.{key}", path, mount) for path in names(paths))
+    for key in PATHS:
+        section, _, name = key.rpartition(".")
+        inside = fields.get(section, {}) if section else fields
+        if paths := inside.get(name):
+            inside[name] = ",".join(_in_pod(key, path, mount) for path in names(paths))
     return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
 
 
