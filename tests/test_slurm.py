@@ -81,10 +81,16 @@ def test_a_followed_job_prints_its_log_and_returns_its_status(facts, status, log
     assert capsys.readouterr().out.count("step 1") == bool(log)
 
 
-@pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30"])
+@pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30", "0", "5:01"])
 def test_slurms_forms_of_a_time_limit_are_accepted(text, monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     assert slurm.allocation("x", 2, 8, None, text, dry_run=True).time == text
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2:00", 120), ("3", 180), ("0:00:04", 4), ("5", 300), ("0-0:5", 300)])
+def test_a_limit_that_leaves_no_time_before_the_checkpoint_is_refused(text, seconds):
+    with pytest.raises(UserError, match=f"^--time {text}: SLURM reads it as {seconds} seconds"):
+        slurm.allocation("x", 2, 8, None, text, dry_run=True)
 
 
 def test_what_the_cluster_does_not_have_is_refused(monkeypatch):

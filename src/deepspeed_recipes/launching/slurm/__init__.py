@@ -182,6 +182,11 @@ def allocation(
     # https://slurm.schedmd.com/sbatch.html#OPT_time: minutes, minutes:seconds, hours:..., days-hours...
     if limit is not None and not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", limit):
         raise UserError(f"--time: invalid time limit {limit}; write minutes, hours:minutes:seconds or days-hours.")
+    if limit is not None and 0 < (seconds := seconds_of(limit)) <= WARNING:
+        raise UserError(
+            f"--time {limit}: SLURM reads it as {seconds} seconds, and the ranks save and end {WARNING} seconds before "
+            "the limit; give more (30 is minutes, 2:00:00 hours, 1-0 a day), or 0 for no limit."
+        )
     if partition is not None and not re.fullmatch(r"[\w.,-]+", partition):
         wrong = " ".join(dict.fromkeys(re.findall(r"[^\w.,-]", partition)))
         raise UserError(f"--partition {partition!r}: not a partition's name, because of {wrong!r}; sinfo lists them.")
@@ -211,6 +216,15 @@ def allocation(
     if wanted.gpus and ranks and ranks > wanted.gpus:
         raise UserError(f"--gpus {ranks}: nodes in partition {wanted.name} have only {wanted.gpus}.")
     return Allocation(name, nodes, ranks or wanted.gpus or 2, wanted.gpus > 0, partition, limit)
+
+
+def seconds_of(limit: str) -> int:
+    """Return a time limit of sbatch in seconds: without days one colon separates minutes and seconds."""
+    days, _, rest = limit.rpartition("-")
+    units = (3600, 60, 1) if days or rest.count(":") == 2 else (60, 1)
+    return 86400 * int(days or 0) + sum(
+        unit * int(number) for unit, number in zip(units, rest.split(":"), strict=False)
+    )
 
 
 def ask(*command: str) -> str:
