@@ -347,7 +347,7 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys, monkeypatch):
         ({"model_type": "lllama", "architectures": ...}, "lllama"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
         ({"hidden_size": 4097, "head_dim": ...}, "hidden_size=4097 is not a multiple of num_attention_heads=32"),
-        ({"vocab_size": "many"}, "vocab_size=many: must be a whole number"),
+        ({"vocab_size": "many"}, "vocab_size='many': must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True: must be a whole number"),
         ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000: exceeds the maximum of 2,000"),
         ({"intermediate_size": -5}, "intermediate_size=-5: must be a whole number"),

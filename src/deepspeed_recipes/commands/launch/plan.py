@@ -17,9 +17,10 @@ from ...launching.ssh.hostfile import HostPool
 from ...machine import run_lock, system
 from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile import counts
-from ...planning.search import forecast, model_recipe
+from ...planning.search import forecast
 from ...planning.search.plans import Plan
 from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code, pages, run_folder
+from ...recipe.dimensions import check_sizes
 from ...recipe.errors import UserError
 from ...recipe.files import text_of
 from ...recipe.methods import Grpo
@@ -323,7 +324,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     model = Path(recipe.model.path, "config.json")
     if model.exists():  # refuse sizes that no model can have, before anything computes with them
         config = base_model.config_of(model.parent)
-        model_recipe.check_sizes(text_of(config), str(model))
+        check_sizes(text_of(config), str(model))
     preflight.check_model(recipe)
     preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)

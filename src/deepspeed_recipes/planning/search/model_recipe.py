@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ...recipe import pages
 from ...recipe.compatibility import positions
+from ...recipe.dimensions import check_sizes, size_of
 from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json, JsonView, text_of, without_attention
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
-from .. import TABLES
 from ..model_profile import decoders
 from ..model_profile.lookup import profile_of
 
@@ -61,10 +61,6 @@ PINNED_FILES = ("zero2_offload.json", "zero3_offload.json", "zero3_offload_param
 """DeepSpeed files that define a variant: `full_offload` offloads on any hardware."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
 """Endings of the names of Hugging Face's decoder classes."""
-SIZES: dict[str, tuple[str, int]] = TABLES["sizes"]
-"""Keys of a config.json, each with another name and a maximum."""
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Every decoder's config.json has at least one of these keys."""
 
 
 def find(name: str, method: str, to_launch: bool = False) -> Recipe:
@@ -210,23 +206,9 @@ def check(config: Json, name: str) -> None:
     if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
         raise UserError(f"{name}: its text_config has no model_type; give the config.json of the decoder alone.")
     check_sizes(inner, name)
-    width, heads = (inner.get(key, inner.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
-    shared = inner.get("num_key_value_heads")
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    width, heads, shared = (one if isinstance(one := size_of(inner, key), int) else 0 for key in names)
     if width and heads and not inner.get("head_dim") and width % heads:
         raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
     if heads and shared and heads % shared:
         raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
-
-
-def check_sizes(config: JsonView, name: str) -> None:
-    """Refuse impossible sizes."""
-    if not any(name in config for key in NEEDED for name in (key, SIZES[key][0])):
-        raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")
-    for key, (other, most) in SIZES.items():
-        value = config.get(key, config.get(other))
-        if isinstance(value, list | None):  # transformers checks whether one value per layer is allowed
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
-        if value > most:
-            raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
