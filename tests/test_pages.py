@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -310,6 +311,8 @@ BROKEN = {
     "X = 1\n": r": not a recipe page, since it defines no SIZES",
     "SIZES = {}\n": r": a page needs at least one size",
     "SIZES = {'1b': 1}\n\ndef full(size):\n    return 3\n": r": SIZES\['1b'\] has to be a Model, not int",
+    "import sys\nsys.exit(0)\nSIZES = {}\n": r":2: sys\.exit\(0\): a page may not end the command",
+    f"{MODEL}def full(size):\n    exit()\n": r":5: sys\.exit\(None\): a page may not end .* \(in full\('1b'\)\)",
     f"{MODEL}def full(size):\n    return {{}}[size]\n": r":5: KeyError: '1b' \(in full\('1b'\)\)",
     f"{MODEL}def full(size):\n    return 3\n": r": TypeError: a variant returns a Recipe, not int",
 }
@@ -325,6 +328,54 @@ def test_a_broken_page_is_answered_with_its_file_and_line(tmp_path, capsys, text
         assert re.search(re.escape(str(path)) + answer, said) and said.count("\n") <= 2, said
     with pytest.raises(UserError, match=r"nowhere\.py: no such file"):
         pages.find(str(tmp_path / "nowhere.py"), "full")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "answer"),
+    [
+        ('"1b": Model', "1: Model", r"SIZES\[1\]: a size is named by a text of letters"),
+        ('"1b": Model', '"org/x": Model', r"SIZES\['org/x'\]: a size is named by a text of letters"),
+        ('"1b": Model', '"": Model', r"SIZES\[''\]: a size is named by a text of letters"),
+        ("parameters=1_235_814_400", "parameters='1B'", r"SIZES\['1b'\]\.parameters='1B': must be a whole number"),
+        ('"hidden_size": 2048', '"hidden_size": "2048"', r"SIZES\['1b'\]\.config: hidden_size='2048': must be a whole"),
+        ('"hidden_size": 2048,', "", r"SIZES\['1b'\]\.config: has no hidden_size; copy it"),
+        ('"model_type": "llama",', "", r"SIZES\['1b'\]\.config: needs the model_type"),
+        ('"MIT"', "3", r"LICENCE=3: must be a dict such as \{'1b': 'MIT'\}"),
+        ('"MIT"', '{"8b": "MIT"}', r"LICENCE: unknown name '8b'; did you mean '1b'"),
+        ('LICENCE = "MIT"', 'WITHOUT = {"grpo"}', r"WITHOUT=\{'grpo'\}: must be a dict such as"),
+        ('LICENCE = "MIT"', 'WITHOUT = {"grpo": None}', r"WITHOUT=\{'grpo': None\}: must be a dict such as"),
+        ('LICENCE = "MIT"', 'WITHOUT = {"grppo": "no"}', r"WITHOUT: unknown name 'grppo'; did you mean 'grpo'"),
+    ],
+)
+def test_a_table_of_a_page_that_cannot_be_used_is_refused(tmp_path, before, after, answer):
+    with pytest.raises(UserError, match=rf"^\S+mine\.py: {answer}"):
+        pages.known_page(str(written(tmp_path, one=(before, after))))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "answer"),
+    [
+        ("learning_rate=2e-5", "learning_rate='2e-5'", r"learning_rate='2e-5': must be a number"),
+        ("global_batch_size=64", "global_batch_size=64.0", r"global_batch_size=64\.0: must be a whole number"),
+        ("data=CHAT", "data='x.jsonl'", r"data='x\.jsonl': must be Data\(\.\.\.\)\."),
+        ("lora=Lora(rank=16, alpha=32)", "lora=dict(rank=16)", r"lora=\{.rank.: 16\}: must be Lora\(.* or None\."),
+        ("data=CHAT", "data=CHAT, method=['dpo']", r"method=\['dpo'\]: must be one of sft, "),
+        ("data=CHAT", "data=CHAT, precision='BF16'", r"precision='BF16': must be one of fp32, bf16, fp16"),
+    ],
+)
+def test_a_value_of_a_wrong_type_on_a_page_is_shown_as_it_is_written(tmp_path, before, after, answer):
+    path = str(written(tmp_path, one=(before, after)))
+    with pytest.raises(UserError, match=rf"mine\.py:\d+: {answer}"):
+        pages.find(path, "lora")
+
+
+def test_a_page_imports_a_module_beside_it_and_may_lack_the_usual_if(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rates_of_ours.py").write_text("FULL = 3e-5\n")
+    own = ('LICENCE = "MIT"', "import rates_of_ours")
+    path = written(tmp_path, one=own, two=("learning_rate=2e-5", "learning_rate=rates_of_ours.FULL"))
+    path.write_text(path.read_text().replace('if __name__ == "__main__":', "if True:"))
+    assert pages.find(str(path), "full").learning_rate == 3e-5
 
 
 def test_sizes_and_variants_of_a_page_outside_are_answered_with_the_nearest(tmp_path):

@@ -11,3 +11,4 @@ from .recipe import Recipe as Recipe
 from .recipe import Schedule as Schedule
 from .samples import CHAT as CHAT
 from .samples import SIGHT as SIGHT
+from .sections import Wandb as Wandb

@@ -64,7 +64,8 @@ def check(section: object, prefix: str = "") -> None:
             continue
         if nested:
             if not isinstance(value, nested):
-                raise UserError(f"{key}={shown(value)}: must be a section with its own keys.")
+                none = " or None" if type(None) in kinds else ""
+                raise UserError(f"{key}={shown(repr(value))}: must be {nested.__name__}(...){none}.")
             check(value, f"{getattr(value, 'name', key) if name == 'method' else key}.")  # `method` holds `dpo.beta`
         elif isinstance(value, str) and value in words:
             continue
@@ -118,7 +119,8 @@ def expected(kinds: tuple[type, ...], words: tuple[str, ...] = ()) -> str:
 
 
 def _refuse(key: str, value: object, kinds: tuple[type, ...], words: tuple[str, ...]) -> None:
-    raise UserError(f"{key}={shown(value)}: must be {expected(kinds, words)}.")
+    # As in Python: `'8'` and `8.0` are refused for their type, which `8` would hide.
+    raise UserError(f"{key}={shown(repr(value))}: must be {expected(kinds, words)}.")
 
 
 def _number(bound: float) -> str:

@@ -411,9 +411,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        if isinstance(self.method, str):  # a page outside the project may name the method
-            if self.method not in METHODS:
-                raise UserError(f"method={bounds.shown(self.method)}: must be one of {', '.join(METHODS)}.")
+        if not isinstance(self.method, Method):  # a page outside the project may name the method
+            if not isinstance(self.method, str) or self.method not in METHODS:
+                raise UserError(f"method={bounds.shown(repr(self.method))}: must be one of {', '.join(METHODS)}.")
             object.__setattr__(self, "method", METHODS[self.method]())
         bounds.check(self)
         for key in ("train", "freeze"):
