@@ -12,6 +12,9 @@ if os.environ.get("PYTHONPATH"):
 
 def launch(page: str) -> None:
     """Run the launcher on a page that was started as a script (`python recipes/llama3.py 8b lora ...`), and exit."""
+    caller = sys._getframe(1).f_globals
+    if caller.get("__file__") == page and caller.get("__name__") != "__main__":
+        return  # the page is being read, and lacks the usual `if`
     here = os.path.dirname(os.path.realpath(page))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # a page may have a library's name
     from .commands.main import run

@@ -98,7 +98,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<!\bal)(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)\.(?:\s|$)", text, maxsplit=1)[0]
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message; the rest is usually advice for programmers."""
     return str(error).strip().partition("\n")[0]
 

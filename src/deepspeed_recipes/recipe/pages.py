@@ -11,13 +11,17 @@ import functools
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+from . import bounds
+from .dimensions import NEEDED, check_sizes, size_of
 from .errors import UserError, first_line
+from .files import JsonView, text_of
 from .project import PAGES
 from .recipe import Model, Recipe
 from .variants import INHERITED, Inherited, ruled_out
@@ -49,12 +53,60 @@ def page(family: str) -> ModuleType:
 
 
 def _load(path: Path, family: str) -> ModuleType:
+    """Load and check a page; a module beside a page outside the project may be imported there."""
+    if path.parent != PAGES and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a file next to it must not hide an installed package
     # Not in sys.modules: pages of two folders may have the same name.
     found = importlib.util.spec_from_file_location(family, path)
     assert found is not None and found.loader is not None, path
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            raise UserError(
+                f"{_line_of(path, error)}: this page imports from the package's old location in recipes/.\n"
+                "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py "
+                "does."
+            ) from error
+        raise UserError(_broken(path, error)) from error
+    _check(module, path)
     return module
+
+
+def _check(module: ModuleType, path: Path) -> None:
+    """Refuse tables of a page that cannot be used: its sizes, what it leaves out, and its licences."""
+    sizes = module.SIZES
+    if not isinstance(sizes, dict) or not sizes or not _own(module):
+        raise UserError(f"{path}: a page needs at least one size in SIZES, and one function that returns a Recipe.")
+    for size, model in sizes.items():
+        where = f"{path}: SIZES[{size!r}]"
+        if not isinstance(size, str) or not re.fullmatch(r"[\w.-]+", size):
+            raise UserError(f"{where}: a size is named by a text of letters, digits, dots, dashes and underscores.")
+        if not isinstance(model, Model):
+            raise UserError(f"{where} has to be a Model, not {type(model).__name__}.")
+        bounds.check(model, f"{where}.")
+        if model.config:
+            _check_config(model.config, f"{where}.config")
+    without, licence = getattr(module, "WITHOUT", {}), getattr(module, "LICENCE", None) or {}
+    for table, stated, known, usual in (
+        ("WITHOUT", without, INHERITED, {"qlora": "the reason"}),
+        ("LICENCE", {} if isinstance(licence, str) else licence, sizes, dict.fromkeys(sizes, "MIT")),
+    ):
+        if not isinstance(stated, Mapping) or not all(isinstance(one, str) for one in stated.values()):
+            raise UserError(f"{path}: {table}={bounds.shown(repr(stated))}: must be a dict such as {usual}.")
+        if wrong := [name for name in stated if name not in known]:
+            raise UserError(f"{path}: {table}: {_unknown('name', str(wrong[0]), list(known))}")
+
+
+def _check_config(config: JsonView, where: str) -> None:
+    """Refuse dimensions that are missing, for which transformers would take another model's, or impossible."""
+    text = text_of(config)
+    if not isinstance(config.get("model_type"), str) or not isinstance(text, Mapping):
+        raise UserError(f"{where}: needs the model_type and the dimensions, as in the model's config.json.")
+    check_sizes(text, where)
+    if missing := [key for key in NEEDED if size_of(text, key) is None]:
+        raise UserError(f"{where}: has no {missing[0]}; copy it from the model's config.json.")
 
 
 def split(recipe: str) -> tuple[str, str]:
@@ -88,23 +140,7 @@ def known_page(name: str) -> ModuleType:
     if not _defines_sizes(path):
         raise UserError(f"{path}: not a recipe page, since it defines no SIZES; start from a copy of _template.py.")
     family = re.sub(r"\W+", "_", path.stem).strip("_") or "page"  # names the run's folder: no dash, no blank
-    try:
-        module = _load(path, family)
-    except Exception as error:
-        if isinstance(error, ImportError) and "relative import" in str(error):
-            raise UserError(
-                f"{_line_of(path, error)}: this page imports from the package's old location in recipes/.\n"
-                "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py "
-                "does."
-            ) from error
-        raise UserError(_broken(path, error)) from error
-    sizes = module.SIZES
-    if not isinstance(sizes, dict) or not sizes or not _own(module):
-        raise UserError(f"{path}: a page needs at least one size in SIZES, and one function that returns a Recipe.")
-    for size, model in sizes.items():
-        if not isinstance(model, Model):
-            raise UserError(f"{path}: SIZES[{size!r}] has to be a Model, not {type(model).__name__}.")
-    return module
+    return _load(path, family)
 
 
 def _is_page(name: str) -> bool:
@@ -112,13 +148,15 @@ def _is_page(name: str) -> bool:
     return name == TEMPLATE or _is_family(name)
 
 
-def _broken(path: Path, error: Exception) -> str:
-    """Return the line at which a page outside the project failed, and the error."""
+def _broken(path: Path, error: BaseException) -> str:
+    """Return the line at which a page failed, and the error."""
     what = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}): a page may not end the command"
     return f"{_line_of(path, error)}: {what}"
 
 
-def _line_of(path: Path, error: Exception) -> str:
+def _line_of(path: Path, error: BaseException) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:] and lines[-1]
     return f"{path}{f':{line}' if line else ''}"
@@ -184,7 +222,7 @@ def licence(module: ModuleType, size: str) -> str | None:
 
 @functools.cache
 def build(module: ModuleType, size: str, variant: str) -> Recipe:
-    """Return one recipe of a page, with its identity filled in; an error of a user's page is reported with its line."""
+    """Return one recipe of a page, with its identity filled in; an error is reported with its line."""
     outside = _is_outside(module)
     try:
         recipe = _unnamed(module, size, variant)
@@ -192,8 +230,8 @@ def build(module: ModuleType, size: str, variant: str) -> Recipe:
             raise TypeError(f"a variant returns a Recipe, not {type(recipe).__name__}")
         file = str(module.__file__) if outside else ""
         return replace(recipe, family=family_of(module), size=size, variant=variant, page=file)
-    except Exception as error:
-        if not outside:
+    except (Exception, SystemExit) as error:
+        if not outside and isinstance(error, UserError):
             raise
         path = Path(str(module.__file__))
         raise UserError(f"{_broken(path, error)} (in {variant}({size!r}))") from error
