@@ -172,9 +172,15 @@ def test_options_that_the_job_sets_itself_are_refused():
         return slurm.with_options(Allocation("x", 1, 2, True), LaunchOptions("tiny", "full", slurm=True, **words))
 
     for words, said in (
-        ({"sbatch": "--nodes=3"}, "--sbatch --nodes=3: write --nodes."),
-        ({"sbatch": "-N 3"}, "--sbatch -N 3: write --nodes."),
-        ({"sbatch": "--qos=a --output x"}, "--sbatch --output x: the launcher follows slurm.log"),
+        ({"sbatch": "--nodes=3"}, "--sbatch --nodes: write --nodes."),
+        ({"sbatch": "-N 3"}, "--sbatch -N: write --nodes."),
+        ({"sbatch": "--qos=a --output x"}, "--sbatch --output: the launcher follows slurm.log"),
+        ({"sbatch": "--sig=B:USR1@60"}, "--sbatch --sig: the job itself saves before its limit"),
+        ({"sbatch": "--export=NONE"}, "--sbatch --export: the ranks need all of the job's environment"),
+        ({"sbatch": "-Mother"}, "--sbatch -M: the launcher submits the job and follows it"),
+        ({"sbatch": "--mail-type=END # all"}, "--sbatch --mail-type=END # all: write options with at most one value"),
+        ({"sbatch": "-x n1 n2"}, "--sbatch -x n1 n2: write options with at most one value"),
+        ({"sbatch": "-- -x n1"}, "--sbatch --: write options"),
         ({"sbatch": "high"}, "--sbatch high: not an option"),
         ({"sbatch": "--comment='"}, "no closing quotation"),
         ({"sbatch": '--comment="a\n#SBATCH --nodes=9"'}, "an option may not contain"),
@@ -322,6 +328,25 @@ def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
         assert done.returncode == 2 and hint in done.stderr, done.stdout + done.stderr
         assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
     assert not cluster.ask("squeue", "-h")
+
+
+@HERE
+def test_a_real_cluster_gives_the_job_what_was_asked_for(cluster, tmp_path, monkeypatch):
+    run, python = RunFolder(tmp_path / "a run"), tmp_path / "python"
+    run.path.mkdir()
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    environment = cluster.environment() | {"TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p", "NCCL_DEBUG": "a b"}
+    more = (("--comment", "# c d"), ("--nice=5",))
+    text = slurm.script(Allocation("x", 1, 1, False, time="10", more=more), run, environment)
+    slurm.path(run).write_text(text)
+    defaults = {"SBATCH_TIMELIMIT": "20", "SBATCH_EXPORT": "NONE", "SLURM_EXPORT_ENV": "NONE", "MINE": "shell"}
+    job = slurm.submit(run, environment | defaults)
+    wait_until(lambda: not cluster.ask("squeue", "-h"))
+    facts = cluster.ask("scontrol", "-o", "show", "job", job)
+    assert "TimeLimit=00:10:00 " in facts and " Nice=5 " in facts and "Comment=# c d" in facts, facts
+    assert {"NCCL_DEBUG=a b", "MINE=shell"} <= {*slurm.log(run).read_text().splitlines()}
 
 
 def submitted(cluster, run, *words):

@@ -36,9 +36,10 @@ OURS = {
     **dict.fromkeys(("--exclusive", "--oversubscribe", "-s"), "jobs take whole nodes, or a part with --shared"),
     **dict.fromkeys(("--output", "-o", "--error", "-e"), "the launcher follows slurm.log in the run folder"),
     **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "a task per node starts its ranks"),
-    **dict.fromkeys(
-        ("--array", "-a", "--wrap", "--signal", "--requeue", "--no-requeue", "--open-mode"), "not this one"
-    ),
+    **dict.fromkeys(("--signal", "--requeue", "--no-requeue"), "the job itself saves before its limit and requeues"),
+    **dict.fromkeys(("--array", "-a", "--wrap", "--open-mode"), "not this one"),
+    **dict.fromkeys(("--export", "--export-file"), "the ranks need all of the job's environment"),
+    **dict.fromkeys(("--wait", "-W", "--test-only", "--clusters", "-M"), "the launcher submits the job and follows it"),
 }
 """Options of sbatch that the job file sets by itself, with the reason or the option to write instead."""
 UNFINISHED = (*("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"))
@@ -91,11 +92,18 @@ def with_options(asked: Allocation, options: LaunchOptions) -> Allocation:
             more[-1].append(word)
         else:
             raise UserError(f"--sbatch {word}: not an option; write, for example, --sbatch '--qos=high'.")
-    for option in map(" ".join, more):
-        name = re.split("[= ]", option)[0]
+    for first, *values in more:
+        option = " ".join((first, *values))
+        name = re.split("[= ]", first)[0]
         name = name if name.startswith("--") else name[:2]
-        if name in OURS:
-            raise UserError(f"--sbatch {option}: {OURS[name]}.")
+        if len(values) > (first == name) or not name.strip("-"):
+            raise UserError(
+                f"--sbatch {option}: write options with at most one value each, in quotes if it has spaces, as in "
+                "--sbatch '--qos=high --constraint \"a100|h100\"'."
+            )
+        # sbatch also takes the beginning of a long option's name.
+        if ours := next((one for one in OURS if one == name or (name[2:] and one.startswith(name))), None):
+            raise UserError(f"--sbatch {name}: {OURS[ours]}.")
         if wrong := re.search(r"['\"\\]|[^\x20-\x7e]", option):  # sbatch has its own rules for quotes
             raise UserError(f"--sbatch {option!r}: an option may not contain {wrong[0]!r}.")
     return replace(asked, account=options.account, mem=options.mem, shared=options.shared, more=tuple(map(tuple, more)))
@@ -113,7 +121,10 @@ def path(folder: RunFolder) -> Path:
 
 def submit(folder: RunFolder, environment: Mapping[str, str]) -> str:
     """Submit the script in the run folder, and return the job's number."""
-    done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)
+    # sbatch's own variables, such as SBATCH_TIMELIMIT, count more than the script's lines, and its command line most.
+    options = shlex.split(" ".join(re.findall("^#SBATCH (.*)", path(folder).read_text(encoding="utf-8"), re.MULTILINE)))
+    words = ["sbatch", "--parsable", *options, str(path(folder))]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or ["sbatch: failed"])[-1])
     return done.stdout.strip().partition(";")[0]
