@@ -46,6 +46,9 @@ MISTAKES = {
     "me@node1:2222 slots=8\n": "`Host node1`, and below it `User me` and `Port 2222`",
     "fe80::1 slots=8\n": "write `NAME slots=8`, and add to ~/.ssh/config, which ssh and pdsh both read: `Host NAME`, "
     "and below it `HostName fe80::1`",
+    "me@[fe80::1]:22 slots=8\n": "and below it `HostName fe80::1` and `User me` and `Port 22`",
+    "[fe80::1] slots=8\n": "and below it `HostName fe80::1`.",
+    "[a]:22 slots=8\n": "is not a valid hostfile line",
     "@a slots=8\n": "is not a valid hostfile line",
     "a: slots=8\n": "is not a valid hostfile line",
     "# two\na slots=2\n\na slots=2\n": ":4: a is listed twice",

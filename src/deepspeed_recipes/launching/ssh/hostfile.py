@@ -104,14 +104,16 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", words[0]) and {"@", ":"} & {*words[0]}:
+        named = rf"([\w.-]+@)?({HOST.pattern}(?<!:)|\[\w*:[\w.:]+\](:\d+)?)"
+        if re.fullmatch(named, words[0]) and {"@", ":"} & {*words[0]}:
             # DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`.
             user, _, address = words[0].rpartition("@")
             host, _, port = address.partition(":")
             settings = [f"User {user}"] if user else []
-            if ":" in port:  # an IPv6 address
-                host, settings = "NAME", [f"HostName {address}", *settings]
-            elif port:
+            if ":" in port:  # an IPv6 address, in brackets if a port follows
+                address, _, port = address.removeprefix("[").partition("]:")
+                host, settings = "NAME", [f"HostName {address.removesuffix(']')}", *settings]
+            if port:
                 settings.append(f"Port {port}")
             raise UserError(
                 f"{hostfile}:{number}: {words[0]}: a hostfile has names and IPv4 addresses only; write `{host} "
