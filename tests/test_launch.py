@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 from datasets import Dataset, DatasetDict
 
 from deepspeed_recipes.commands import launch as launch_command
+from deepspeed_recipes.commands import script
 from deepspeed_recipes.commands.launch import plan as launch_plan
 from deepspeed_recipes.launching.options import LaunchOptions
 from deepspeed_recipes.recipe import pages
@@ -229,6 +231,9 @@ MISTAKES = {
     "no model": (["tiny", "full", f"model.path={ROOT / 'configs'}"], "this folder has no config.json"),
     "no data": (["tiny", "full", f"data.path={ROOT / '.ci'}"], "no data files in this folder"),
     "nothing": ([], "--list"),
+    "two recipes listed": (["--list", "llama3", "qwen3"], "--list: lists all recipes, or those of one page; leave"),
+    "a variant listed": (["tiny", "lora", "--list", "--draft"], "leave out lora --draft."),
+    "a list that is not asked for": (["tiny", "full", "--json"], "--json: only with --list; --dry-run full prints"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
     "another launcher's option": (["tiny", "full", "--learning_rate", "a"], "learning_rate=a: must be a number"),
     "foreign keys": (
@@ -239,6 +244,13 @@ MISTAKES = {
     "not an override": (["tiny", "full", "fast"], "key=value"),
     "type": (["tiny", "full", "epochs=many"], "epochs=many"),
     "choice": (["tiny", "full", "precision=fp8"], "bf16"),
+    "blanks": (["tiny", "full", "max_steps", "=", "3"], "=: write key=value without blanks, e.g. max_steps=3."),
+    "a YAML list": (
+        ["tiny", "lora", "lora.target_modules=[q_proj, 'v_proj']"],
+        "write the values alone, separated by commas: lora.target_modules=q_proj,v_proj",
+    ),
+    "a dash of a web page": (["tiny", "full", "\u2013dry-run"], "a dash that is no hyphen; write --dry-run."),
+    "a home folder": (["tiny", "full", "data.path=~/b.jsonl,a.jsonl"], str(Path.home() / "b.jsonl")),
     "negative": (["tiny", "full", "learning_rate=-1"], "above 0"),
     "batch": (["tiny", "full", "micro_batch_size=3", "global_batch_size=8"], "multiple"),
     "world": (["tiny", "full", "--gpus", "3"], "multiple"),
@@ -439,6 +451,7 @@ def test_a_page_lists_its_sizes_and_variants(tmp_path, words, status):
     ("words", "message"),
     [
         (["8bb", "lora"], "llama3.py: unknown size '8bb'; did you mean 8b? There are: 1b, 3b, 8b, 70b, 405b."),
+        (["lora", "8b"], "llama3.py: lora: the size comes before the variant; sizes are: 1b, 3b, 8b, 70b, 405b."),
         (["8b", "lorra"], "llama3.py: unknown variant of llama3 'lorra'; did you mean 'lora'?"),
     ],
 )
@@ -453,6 +466,9 @@ def test_a_page_anywhere_is_a_script_and_needs_no_size_if_it_has_one(tmp_path):
     (tmp_path / "json").mkdir()  # a folder of the user's with a library's name
     done = run(tmp_path / "mine.py", "lora", "--dry-run", folder=tmp_path)
     assert done.returncode == 0 and f"{tmp_path}/runs/mine-3m-lora/" in done.stdout, done.stderr
+    for words, said in (("2b lora", "unknown size '2b'; there are: 3m."), ("lora 3m", "the size comes before the var")):
+        with pytest.raises(UserError, match=said):
+            script.main([str(tmp_path / "mine.py"), *words.split()])
 
 
 def test_a_python_without_the_package_prints_what_to_run():

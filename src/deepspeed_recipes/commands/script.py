@@ -17,8 +17,11 @@ def main(words: Sequence[str]) -> int:
     if not rest or rest[0] in ("-h", "--help"):
         print(overview(module, Path(file).name))
         return 0 if rest else 2
-    sizes = list(module.SIZES)
-    size = rest.pop(0) if rest[0] in sizes or len(sizes) > 1 else sizes[0]
+    sizes, variants = list(module.SIZES), pages.variants(module)
+    first, second = [*rest, ""][:2]
+    if first in variants and (second in sizes or len(sizes) > 1):
+        raise UserError(f"{first}: the size comes before the variant; sizes are: {', '.join(sizes)}.")
+    size = rest.pop(0) if first in sizes or second in variants or len(sizes) > 1 else sizes[0]
     if size not in sizes:
         near = get_close_matches(size, sizes, n=1)
         hint = f"did you mean {near[0]}? There" if near else "there"

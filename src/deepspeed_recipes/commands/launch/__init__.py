@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...launching.options import LaunchOptions
 from ...recipe import pages
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, redact
 from .. import list
 from .options import AUTO, auto_words, parse
 
@@ -27,8 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: the run's own."""
     typed = parse(arguments, __doc__)
     if typed.list:
+        rest = [word for word in typed.words if not any(own.startswith(word) for own in ("--list", "--json"))]
+        if more := [word for word in rest if word != typed.recipe]:
+            raise UserError(f"--list: lists all recipes, or those of one page; leave out {redact(' '.join(more))}.")
         print(list.listing(typed.json, typed.recipe))
         return 0
+    if typed.json:
+        raise UserError("--json: only with --list; --dry-run full prints a recipe as JSON.")
     from . import translate  # not at the top, as `run` below
 
     words = [word for word in (typed.recipe, typed.variant, *typed.overrides) if word]
