@@ -75,7 +75,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     `words` are `sys.argv`'s by default, and `typed` is the name that begins error messages, by default `program(name)`.
     """
     typed = typed or program(name)
-    given = list(sys.argv[1:] if words is None else words)
+    given = [_without_tilde(word) for word in (sys.argv[1:] if words is None else words)]
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -90,10 +90,13 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     # DeepSpeed's line on stdout without a GPU would appear in the middle of a command's output or JSON.
     logging.getLogger("DeepSpeed").addFilter(lambda one: not one.getMessage().startswith("Setting accelerator to CPU"))
     try:
+        for word in given:
+            if dashed := re.fullmatch("[\u2010-\u2015\u2212]+([\\w-]+)(=.*)?", word):
+                raise UserError(f"{word}: begins with a dash that is no hyphen; write --{dashed[1]}.")
         for part in re.split("[=,\0]", "\0".join(given)):
             if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
                 check_ends(part)
-        return int(importlib.import_module(f".{name}", __package__).main(words))
+        return int(importlib.import_module(f".{name}", __package__).main(given))
     except UserError as error:
         print(f"{typed}: {_said(redact(str(error)))}", file=sys.stderr)
         return 2
@@ -128,6 +131,12 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
             raise
         print(f"{typed}: {_said(redact(refused))}", file=sys.stderr)
         return 2
+
+
+def _without_tilde(word: str) -> str:
+    """Return a word of the command line with the home folder for `~/`, which shells leave in `data.path=~/a,~/b`."""
+    place = r"(?:^|(?<=[=,]))~(?=/)" if re.match(r"(--)?[\w.-]+=", word) else r"^~(?=/)"
+    return re.sub(place, lambda _: os.path.expanduser("~"), word)
 
 
 def _said(text: str) -> str:
