@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 import sys
 import tomllib
 import types
@@ -114,6 +115,10 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     given: dict[str, str] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
+        if re.fullmatch(r"\[.*\]", text) and key in comma_keys() - {"model.new_tokens"}:  # a token may be [INST]
+            values_alone = re.sub("[][\"' ]", "", text)
+            fix = f"write the values alone, separated by commas: {key}={values_alone}"
+            raise UserError(redact(f"{assignment}: {fix}"))
         if given.get(key, text) != text:
             say_once(f"{key} is given twice, as {shown(given[key])} and {shown(text)}: the last one counts")
         given[key] = text
@@ -333,6 +338,8 @@ def parse(key: str, text: str, hint: object) -> Any:
 
 def unknown(key: str, known: list[str], method: str = "") -> str:
     """Return the message for an unknown key: our key for a name from another tool, or the nearest key."""
+    if not key:
+        return "=: write key=value without blanks, e.g. max_steps=3."
     last = key.rpartition(".")[2]  # data.system_prompt
     if (theirs := key if key in FOREIGN_NAMES else last) in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[theirs]
