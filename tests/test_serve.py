@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from fastapi import HTTPException
+from fastapi.testclient import TestClient
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving.utils import Modality
@@ -35,7 +36,7 @@ from deepspeed_recipes.training import export
 from deepspeed_recipes.training import server as client
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model.generate import generate
-from deepspeed_recipes.training.model_folder import base_model, expected
+from deepspeed_recipes.training.model_folder import base_model, complete, expected
 from tests import ROOT
 from tests.ranks import free_port
 from tests.servers import NO_SERVING, eventually, serving
@@ -174,6 +175,55 @@ def test_a_request_names_no_file_of_the_machine():
         for url in ("data:image/png;base64,iVBORw0KGgo=", "https://host/cat.png"):
             (found,) = handler.get_processor_inputs_from_messages(messages(url), Modality.VLM)
             assert found["content"] == [{"type": "image", "url": url}]
+
+
+def test_a_request_is_answered_as_it_says_or_refused(models, monkeypatch):
+    monkeypatch.chdir(models)
+    config = read_json(models / "whole" / "tokenizer_config.json")
+    write_json(models / "whole" / "tokenizer_config.json", {key: config[key] for key in config if key != complete.KEY})
+    client = TestClient(one_model.app("whole"))
+    (turns,) = prompts(1)
+
+    def said(route="chat/completions", **body):
+        body = {"chat/completions": {"messages": turns}, "responses": {"input": "a"}}.get(route, {"prompt": "a"}) | body
+        return client.post(f"/v1/{route}", json=body)
+
+    (choice,) = said(max_tokens=LENGTH).json()["choices"]
+    answer = choice["message"]["content"]
+    write_json(models / "whole" / "tokenizer_config.json", config)
+    assert [answer.strip()] == plain(models / "whole", [turns]), "without the prompt, and without a response_template"
+    stop = answer[6:8]
+    (cut,) = said(stop=[stop, "never"]).json()["choices"]
+    assert cut["message"]["content"] == answer.partition(stop)[0] and cut["finish_reason"] == "stop"
+    (cut,) = said(stop=answer.strip()[-1], max_tokens=LENGTH).json()["choices"]
+    assert cut["finish_reason"] == "stop", "even if the stop text is within the last token"
+    assert said(stop=[], n=1, frequency_penalty=0.0, user="a", max_tokens=1).status_code == 200
+    sampled = {said(temperature=2, seed=seed, max_tokens=24).text.partition('"created"')[0][50:] for seed in (1, 2)}
+    assert len(sampled) == 2, "also of a model that is greedy by default"
+    assert said("responses", max_output_tokens=1).json()["object"] == "response", "not a stream"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    for field, value in {
+        **{"top_logprobs": 3, "frequency_penalty": 0.5, "logit_bias": {"5": 1}, "functions": [], "logprobs": 0},
+        **{"max_tokens": 0, "max_completion_tokens": -1, "temperature": "hot", "top_p": 2, "seed": 10**30},
+        **{"stop": [5], "stream": "no", "messages": "a", "tools": 5, "generation_config": "{}"},
+    }.items():
+        refused = said(**{field: value})
+        assert refused.status_code == 400 and field in refused.text, (field, refused.text)
+    assert said(max_tokens=3, max_completion_tokens=4).status_code == 400
+    assert "only text" in said(messages=[{"role": "user", "content": [image]}]).text
+    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    assert "drops 'tools'" in said(tools=[function]).text
+    assert "role must be" in said(messages=[{"role": "robot", "content": "a"}]).text
+    for field, value in {"previous_response_id": "a", "text": {"format": {"type": "json_object"}}}.items():
+        assert field in said("responses", **{field: value}).json()["detail"]
+    assert said("completions", suffix="a").status_code == said("completions", stop="a", stream=True).status_code == 400
+    for tokens, count in (([1, 2], 1), ([1, 10**6], 1), ([1, -1], 1), ([1, 2], 5)):
+        valid = (tokens, count) == ([1, 2], 1)
+        assert said("completions", prompt=tokens, prompt_logprobs=count).status_code == (200 if valid else 400)
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": [call], "refusal": None, "name": "me"}
+    (read,) = one_model.Chat.get_processor_inputs_from_messages([turn], Modality.LLM)
+    assert (read["content"], read["name"], read.keys() - turn.keys()) == ("I look.", "me", set()), "nothing is dropped"
 
 
 def test_vllm_gets_no_way_to_load_something_else(models, monkeypatch):

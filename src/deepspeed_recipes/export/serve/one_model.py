@@ -15,28 +15,107 @@ from typing import Any
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, GenerationState, Modality
 
+from ...recipe.errors import UserError
 from ...recipe.files import Json
+from ...training.model.shown import shown
+from ...training.model_folder import complete
 
 REACHED = ("data:", "http://", "https://")
 """Allowed prefixes of image addresses in a request; anything else would be a file on this machine."""
 
+
+TEXTS = ("text", "input_text", "output_text")
+"""The types of content parts that a text model reads."""
 
 FIXED: Json = {
     "n": 1,
     "best_of": 1,
     "echo": False,
     "logprobs": False,
+    "top_logprobs": 0,
     "presence_penalty": 0,
+    "frequency_penalty": 0,  # which transformers takes for a repetition penalty
+    "logit_bias": {},
     "tool_choice": "auto",
+    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
+    "text": {"format": {"type": "text"}},
+    "modalities": ["text"],
+    "include": [],
+    "truncation": "disabled",
+    "background": False,
+    "suffix": None,  # which transformers appends to the answer
+    "verbosity": None,
+    "reasoning": None,
+    "conversation": None,
+    "context_management": None,
+    "generation_config": None,  # replaces the model's whole configuration, and may have any key
 }
-"""The only values of fields that transformers ignores, although others would change the answer."""
+"""The only values of fields that transformers ignores or misreads, although others would change the answer."""
+
+WITHOUT_EFFECT = {"max_completion_tokens", "metadata", "prediction", "service_tier", "store", "stream_options", "user"}
+"""Fields on transformers' list of unused ones that change no answer, or that are translated here."""
+
+RANGES: dict[str, tuple[type, float, float]] = {
+    "max_tokens": (int, 1, 2**31),
+    "max_completion_tokens": (int, 1, 2**31),
+    "max_output_tokens": (int, 1, 2**31),
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "seed": (int, 0, 2**63 - 1),
+}
+"""The type, the least and the largest value of each number in a request."""
+
+
+def check(body: dict[str, Any], unused: set[str]) -> None:
+    """Refuse what would not be answered as asked: fields that are not read, numbers out of range, odd stop texts."""
+    for field, only in (dict.fromkeys(unused - WITHOUT_EFFECT) | FIXED).items():
+        value = body.get(field)
+        if value not in (None, only) or (value == 0 and isinstance(only, bool) is not isinstance(value, bool)):
+            raise HTTPException(400, f"{field}: only {json.dumps(only)} here; vLLM has others (--engine vllm).")
+    for field, (kind, least, most) in RANGES.items():
+        value = body.get(field)
+        if value is None:
+            continue
+        right = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        if not right or not least <= value <= most:
+            name = "a whole number" if kind is int else "a number"
+            raise HTTPException(400, f"{field}: {json.dumps(value)} is not {name} from {least} to {most}.")
+    if not isinstance(body.get("stream"), bool | None):
+        raise HTTPException(400, f"stream: {json.dumps(body['stream'])} is not true or false.")
+    turns = body.get("messages", [{"role": "user"}])
+    if not (isinstance(turns, list) and turns and all(isinstance(one, dict) and "role" in one for one in turns)):
+        raise HTTPException(400, "messages: give a list of objects with role and content.")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise HTTPException(400, "tools: give a list of objects.")
+    stop = body.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise HTTPException(400, f"stop: {json.dumps(stop)} is not a text or a list of texts.")
+    if stop and body.get("stream"):
+        raise HTTPException(400, "stop: not together with stream here; vLLM has both (--engine vllm).")
+
+
+def cut(answer: JSONResponse, stops: list[str]) -> JSONResponse:
+    """Return an answer without its stop text, which transformers leaves at the end."""
+    content = json.loads(bytes(answer.body))
+    (choice,) = content["choices"]
+    holder, key = (choice["message"], "content") if "message" in choice else (choice, "text")
+    text = holder.get(key, "")
+    holder[key] = min((text.partition(stop)[0] for stop in stops), key=len)
+    if holder[key] != text and choice["finish_reason"] == "length":
+        choice["finish_reason"] = "stop"
+    return JSONResponse(content)
 
 
 class OneModel(ModelManager):
@@ -52,38 +131,75 @@ class OneModel(ModelManager):
         if model_id_and_revision != self.force_model:
             raise HTTPException(400, f"Only {self.force_model} is served here.")
         found = ModelManager.process_model_name(model_id_and_revision)
-        return super().load_model_and_processor(found, *options, **more)
+        model, processor = super().load_model_and_processor(found, *options, **more)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if getattr(tokenizer, complete.KEY, None) is None:  # not an export: the whole conversation would be answered
+            tokenizer.response_template = complete.of_tokenizer(tokenizer)
+        return model, processor
 
 
-class NoFiles:
-    """Mixin for handlers that refuses images, sounds and videos that are files on this machine."""
+class Sampling:
+    """Mixin for handlers: a request that asks for random answers gets them from a model that is greedy by default."""
+
+    def _build_generation_config(self, body: dict[str, Any], *options: Any, **more: Any) -> GenerationConfig:
+        config: GenerationConfig = super()._build_generation_config(body, *options, **more)  # type: ignore[misc]
+        if body.get("temperature") or (body.get("temperature") is None and (body.get("top_p") or 1) < 1):
+            config.do_sample = True
+        return config
+
+
+class Messages(Sampling):
+    """Mixin for handlers of messages: refuses parts that are not read or are files here, and drops nothing else."""
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        found = super()._resolve_model(body)  # type: ignore[misc]
+        if body.get("tools"):
+            tokenizer = getattr(found[-1], "tokenizer", found[-1])
+            try:
+                shown(tokenizer, tokenizer.get_chat_template(), [{"role": "user", "content": "a"}], body["tools"])
+            except UserError as error:
+                raise HTTPException(400, f"tools: the model's chat template: {error}.") from error
+        return found
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
         """Return the messages in the processors' format."""
+        messages = [{key: one[key] for key in one if one[key] not in (None, [])} for one in messages]
+        for message in messages if modality == Modality.LLM else ():
+            for part in message["content"] if isinstance(message.get("content"), list) else ():
+                if part["type"] not in TEXTS:
+                    raise HTTPException(400, f"{part['type']}: this model reads only text.")
         found = ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
-        for message in found:
+        for message, given in zip(found, messages, strict=True):
+            if "tool_calls" in given and isinstance(given.get("content"), str):  # which transformers leaves out
+                message["content"] = given["content"]
+            message |= {key: given[key] for key in given.keys() - message.keys()}
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if "url" in part and not str(part["url"]).startswith(REACHED):
                     raise HTTPException(400, f"{part['type']}: give a data:, http:// or https:// address.")
         return found
 
 
-class Chat(NoFiles, ChatCompletionHandler):
+class Chat(Messages, ChatCompletionHandler):
     """Answers `/v1/chat/completions`."""
 
 
-class Completions(CompletionHandler):
+class Completions(Sampling, CompletionHandler):
     """Answers `/v1/completions`, and vLLM's `prompt_logprobs` for a prompt of token ids, as `certify` asks for them."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Return the continuation of a text, or the log-probabilities of a prompt's tokens."""
-        if "prompt_logprobs" not in body:
+        if body.get("prompt_logprobs") is None:
             return await super().handle_request(body, request_id)
+        if body["prompt_logprobs"] != 1:
+            raise HTTPException(400, "prompt_logprobs: only 1 here; vLLM has others (--engine vllm).")
         tokens = body.get("prompt")
         if not (isinstance(tokens, list) and tokens and all(isinstance(token, int) for token in tokens)):
             raise HTTPException(400, "prompt_logprobs: give the prompt as a list of token ids.")
         _, model, _ = self._resolve_model({**body, "prompt": ""})
+        size = model.get_input_embeddings().num_embeddings
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            raise HTTPException(400, f"prompt: the model's token ids are from 0 to {size - 1}.")
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0, :-1].float().cpu()
         places: list[dict[str, dict[str, float]] | None] = [None]
@@ -92,7 +208,7 @@ class Completions(CompletionHandler):
         return {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": places}]}
 
 
-class Responses(NoFiles, ResponseHandler):
+class Responses(Messages, ResponseHandler):
     """Answers `/v1/responses`."""
 
 
@@ -110,13 +226,22 @@ def app(name: str, trust_remote_code: bool = False) -> FastAPI:
     @answering.post("/v1/completions")
     @answering.post("/v1/responses")
     async def answer(request: Request, body: dict[str, Any]) -> Any:
-        for field, only in FIXED.items():
-            if body.get(field) not in (None, only):
-                raise HTTPException(400, f"{field}: only {json.dumps(only)} here; vLLM has others (--engine vllm).")
-        if "max_completion_tokens" in body:  # OpenAI's newer name, which transformers ignores
-            body.setdefault("max_tokens", body.pop("max_completion_tokens"))
+        handler = handlers[request.url.path]
+        if body.get("prompt_logprobs") is None:
+            check(body, handler._unused_fields)
+        newer, older = body.pop("max_completion_tokens", None), body.get("max_tokens")  # transformers ignores the newer
+        if None not in (newer, older) and newer != older:
+            raise HTTPException(400, f"max_completion_tokens: {newer}, but max_tokens is {older}; give one of them.")
+        body["stream"] = bool(body.get("stream"))  # transformers' default is True for /v1/responses
+        if newer is not None:
+            body["max_tokens"] = newer
         number = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
-        return await handlers[request.url.path].handle_request(body, number)
+        stop = body.pop("stop", None) or []
+        try:
+            found = await handler.handle_request(body | ({"stop": stop} if stop else {}), number)
+        except (KeyError, TypeError, ValueError, TemplateError) as error:  # of messages, tools and templates
+            raise HTTPException(400, f"the request cannot be answered: {type(error).__name__}: {error}") from error
+        return cut(found, [stop] if isinstance(stop, str) else stop) if stop else found
 
     @answering.get("/v1/models")
     def models() -> dict[str, Any]:
