@@ -14,6 +14,8 @@ from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import push
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.training.model_folder import expected
+from deepspeed_recipes.training.model_folder.base_model import EXPECTED
 from tests import ROOT, hub_server
 from tests.test_model_folder import exports  # noqa: F401
 
@@ -82,6 +84,16 @@ def test_bad_input_is_answered_in_a_line_or_two(hub, folder):
     refused(publish(hub, folder, NAME, "--private"), "is public")
     assert hub.repositories[NAME] == {"config.json": b"{}"}
     assert not [asked for asked in hub.requests if not asked.startswith("GET ")]
+
+
+def test_weights_that_are_not_as_they_were_written_are_refused(hub, folder):
+    file = folder / "model.safetensors"
+    write_json(folder / EXPECTED, {"tensors": expected.digests(folder)})
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 64
+    file.write_bytes(content)
+    refused(publish(hub, folder, NAME), "is not as it was written")
+    assert NAME not in hub.repositories
 
 
 def test_a_hub_that_cannot_be_reached_is_named():

@@ -5,8 +5,8 @@
     ds-recipes publish runs/tiny-3m-full/20261121-101500/export OWNER/NAME
 
 Weights, tokenizer, configuration, model card and training/ are uploaded in one commit. A folder with any other file, a
-file with a credential or a path on this machine, and a repository that has other files are refused. The command needs a
-token: `hf auth login`, or HF_TOKEN.
+file with a credential or a path on this machine, weights that are not as they were written, and a repository that has
+other files are refused. The command needs a token: `hf auth login`, or HF_TOKEN.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the files, and upload nothing")
     options = parser.parse_args(arguments)
     from ..export import push
+    from ..training.model_folder import complete
 
     run = RunFolder(options.folder)
     folder = run.export if run.recipe.exists() else options.folder
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("nothing was uploaded (--dry-run)")
         return 0
+    complete.check_unaltered(folder)  # not in a dry run, which needs no torch
     target = push.look(options.name, files, options.private)
     print(push.push(target, files, options.private))
     return 0

@@ -30,13 +30,18 @@ from . import base_model, card, record
 
 def check(source: Path, output: Path) -> None:
     """Refuse to overwrite files, and to copy a model that failed its check, or that is not as it was written."""
-    from . import expected  # imports torch, without which `publish` reads a folder
-
     files.check_writable("--output", output, folder=True)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
     if (source / CHECK_FAILED).exists():
         raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
+    check_unaltered(source)
+
+
+def check_unaltered(source: Path) -> None:
+    """Refuse a model with other tensors than were written; reads all of them."""
+    from . import expected  # imports torch, without which `publish` reads a folder
+
     if wrong := expected.altered(source):
         raise UserError(
             f"{wrong}; export a checkpoint of the run, or, if you changed it, remove {source / base_model.EXPECTED}."
