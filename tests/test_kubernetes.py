@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,7 +232,7 @@ def test_a_file_that_pods_cannot_see_is_refused(tmp_path, refused):
     for wrong, hint in (
         (["data.transform=mine.py:mine"], "copy it to the volume and set data.transform=/runs/mine.py:mine."),
         (["--nodes", 0], "at least 1"),
-        (["--resume", "--output-dir", tmp_path], "nothing to resume"),
+        (["--resume", "--output-dir", tmp_path], "start it again with kubectl replace --force -f FILE"),
         (["--slurm"], "not both"),
         (["--partition", "p"], "needs --slurm"),
     ):
@@ -344,6 +345,17 @@ def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     assert node.main([str(run.path), "--nodes", "2", "--gpus", "1", "--master-addr", "x", "--master-port", "1"]) == 0
 
 
+def test_a_node_does_not_resume_the_run_of_another_recipe(tmp_path):
+    run, recipe = RunFolder(tmp_path / "run"), tmp_path / "recipe.json"
+    write_json(run.recipe, to_dict(pages.find("tiny", "full")))
+    write_json(run.summary, {"stopped": False})
+    words = [str(run.path), "--recipe", str(recipe), "--nodes", "1", "--gpus", "1", "--master-addr", "x"]
+    for changes, said in (((), None), (("seed=7",), "has a run with other settings, and the job asks for seed=7;")):
+        write_json(recipe, to_dict(overrides.apply(pages.find("tiny", "full"), changes)))
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            assert node.main([*words, "--master-port", "1"]) == 0
+
+
 def test_a_node_asks_for_what_the_run_needs(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         node.main([str(tmp_path)])
@@ -361,6 +373,9 @@ def test_two_names_never_become_one_object():
     recipe = replace(pages.find("tiny", "full"), family="Qwen3_MoE", size="30b.a3b")
     values = kubernetes.values_of(Allocation("x", 1, 1, True), recipe, RunFolder(Path("RUN_1")), "i", "v")
     assert values["name"] == "qwen3-moe-30b-a3b-full-run-1"
+    dated = [RunFolder(Path(f"20261128-12000{second}-of-the-first-sweep")) for second in (0, 1)]
+    first, second = (kubernetes.values_of(Allocation("x", 1, 1, True), recipe, one, "i", "v")["name"] for one in dated)
+    assert first != second and first[:37] == second[:37] and len(first) == len(second) == 44
     for words in (["--kubernetes", "--gpus", "0"], ["--kubernetes", "--nodes", "0"], ["--slurm", "--nodes", "0"]):
         with pytest.raises(UserError, match=f"{words[1]} 0: must be at least 1"):
             launch.main(["tiny", "full", *words])
@@ -441,7 +456,7 @@ def test_the_sdk_accepts_the_script(job, more):
         (("data.path=/home/me/x.jsonl",), "copy it to the volume and set data.path=/opt/ml/input/data/runs/x.jsonl"),
         (("--nodes", 0), "--nodes 0: must be at least 1"),
         (("--gpus", 0), "--gpus 0: must be at least 1"),
-        (("--resume",), "nothing to resume"),
+        (("--resume",), "--sagemaker --resume: a job resumes by itself; start it again with the command that started"),
         (("--image", "a b"), "--image 'a b': not an image"),
         (("--slurm",), "give one of them, not both"),
     ],

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..machine import children, run_lock
-from ..recipe import files, run_folder
+from ..recipe import files, overrides, run_folder
+from ..recipe.conversions import from_dict
 from ..recipe.errors import UserError, lasting
 from ..recipe.run_folder import RunFolder
 from ..report import write
@@ -56,6 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--master-port", required=True, type=int, metavar="P", help="port on the first node")
     node = Node(**vars(parser.parse_args(words)))
     run = RunFolder(node.folder)
+    check_recipe(run, node.recipe)
     if run_folder.is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
@@ -99,6 +101,17 @@ def own_devices(ranks: int) -> list[str]:
 def node_rank() -> int:
     """Return this node's number, from SLURM or from an indexed Kubernetes Job."""
     return int(os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or 0)
+
+
+def check_recipe(run: RunFolder, recipe: Path | None) -> None:
+    """Refuse a folder with the run of another recipe than the job's, which would be resumed instead."""
+    if recipe and run.recipe.exists():
+        differences = overrides.differences(run_folder.read_recipe(run), from_dict(run_folder.read_json(recipe)))
+        if differences:
+            raise UserError(
+                f"{run.path}: has a run with other settings, and the job asks for {' '.join(differences)};\nremove "
+                "that folder, or prepare the job with another --output-dir, whose name the folder has."
+            )
 
 
 def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:

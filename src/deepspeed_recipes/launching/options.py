@@ -82,6 +82,9 @@ class LaunchOptions:
         used = [name for name in ENGINES if getattr(self, name)]
         if len(used) > 1:
             raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
+        if self.resume and self.engine in ("kubernetes", "sagemaker", "skypilot"):
+            again = "kubectl replace --force -f FILE" if self.kubernetes else "the command that started it"
+            raise UserError(f"--{self.engine} --resume: a job resumes by itself; start it again with {again}.")
         for name, needs in NEEDS.items():
             if getattr(self, name) and self.engine not in needs:
                 *others, last = [f"--{need}" for need in needs]

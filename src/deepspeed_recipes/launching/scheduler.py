@@ -22,10 +22,6 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
         asked = slurm.allocation(name, *wanted, dry_run=options.dry_run or options.write_only)
         asked = slurm.with_options(asked, options)
     elif options.engine in ("kubernetes", *cloud.ENGINES):
-        if options.resume and options.kubernetes:
-            raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
-        if options.resume:
-            raise UserError("--resume: start the job again; a run in the same folder resumes by itself.")
         asked = kubernetes.allocation(name, options.nodes, options.gpus)
         usual = kubernetes.RESTARTS
     else:

@@ -30,9 +30,9 @@ from .plan import LaunchPlan, plan_launch, requested, with_batch
 
 def run(options: LaunchOptions) -> int:
     """Plan the run, start it, or do what the options ask for instead, and return the exit status."""
+    options.check()
     options = with_batch(options)
     request = requested(options)
-    options.check()
     if (options.address or "").startswith(("http://", "https://")):  # a Ray cluster's dashboard: it makes the plan
         return cluster.submit_job(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)

@@ -5,6 +5,7 @@ Trainer. In each of them a pod is a node: it runs `launching.node`, and after a 
 checkpoint.
 """
 
+import hashlib
 import json
 import re
 import shlex
@@ -83,7 +84,9 @@ def values_of(asked: Allocation, recipe: Recipe, folder: RunFolder, image: str, 
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
         raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
     # A DNS label, short enough for what controllers append to it.
-    name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{folder.path.name}".lower())[:44].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{folder.path.name}".lower()).strip("-")
+    if len(name) > 44:  # the end, often a date, distinguishes runs
+        name = f"{name[:37].strip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
     sizes = {"nodes": asked.nodes, "gpus": asked.ranks_per_node, "restarts": asked.restarts}
     return {"name": name, "image": image, "volume": volume, "port": PORT, **sizes}
 
