@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,8 +199,14 @@ def test_a_request_is_answered_as_it_says_or_refused(models, monkeypatch):
     (cut,) = said(stop=answer.strip()[-1], max_tokens=LENGTH).json()["choices"]
     assert cut["finish_reason"] == "stop", "even if the stop text is within the last token"
     assert said(stop=[], n=1, frequency_penalty=0.0, user="a", max_tokens=1).status_code == 200
-    sampled = {said(temperature=2, seed=seed, max_tokens=24).text.partition('"created"')[0][50:] for seed in (1, 2)}
-    assert len(sampled) == 2, "also of a model that is greedy by default"
+
+    def drawn(seed):
+        return said("completions", temperature=1.5, seed=seed, max_tokens=24).json()["choices"][0]["text"]
+
+    alone = [drawn(seed) for seed in range(4)]
+    assert len({*alone}) == 4, "also of a model that is greedy by default"
+    with client, ThreadPoolExecutor() as pool:
+        assert [*pool.map(drawn, range(4))] == alone, "even if they are asked at the same time"
     assert said("responses", max_output_tokens=1).json()["object"] == "response", "not a stream"
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
     for field, value in {

@@ -139,9 +139,14 @@ class OneModel(ModelManager):
 
 
 class Sampling:
-    """Mixin for handlers: a request that asks for random answers gets them from a model that is greedy by default."""
+    """Mixin for handlers: a request that asks for random answers gets them, as its own seed draws them."""
+
+    model_manager: ModelManager
+    generation_state: GenerationState
 
     def _build_generation_config(self, body: dict[str, Any], *options: Any, **more: Any) -> GenerationConfig:
+        if (seed := body.pop("seed", None)) is not None:  # on the thread that answers, after what it answers now
+            self.generation_state.get_manager(self.model_manager.force_model).submit(torch.manual_seed, seed)
         config: GenerationConfig = super()._build_generation_config(body, *options, **more)  # type: ignore[misc]
         if body.get("temperature") or (body.get("temperature") is None and (body.get("top_p") or 1) < 1):
             config.do_sample = True
