@@ -435,7 +435,10 @@ def test_a_sagemaker_script_names_the_run_and_its_files(job):
     }
     assert (values["NAME"], values["NODES"], values["GPUS"]) == ("tiny-3m-full-run", 2, 8)
     assert values["ENVIRONMENT"]["HF_HOME"] == "/opt/ml/input/data/runs/huggingface"
-    assert "max_retry_attempts=2" in text and "ml.p5.48xlarge" in text
+    assert "max_retry_attempts=2," in text and "INSTANCE = 'ml.p5.48xlarge'\n" in text
+    asked, recipe = Allocation("x", 1, 2, True), recipe_of("tiny", "full", ())  # no restarts, and no usual instance
+    text = cloud.texts("sagemaker", "image", "volume", asked, recipe, RunFolder(folder))["sagemaker_job.py"]
+    assert "max_retry_attempts=None," in text and "INSTANCE = None\n" in text
     recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
     assert recipe.deepspeed == f"{cloud.RECIPE}/deepspeed.json"
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]
@@ -459,6 +462,7 @@ def test_the_sdk_accepts_the_script(job, more):
         (("--resume",), "--sagemaker --resume: a job resumes by itself; start it again with the command that started"),
         (("--image", "a b"), "--image 'a b': not an image"),
         (("--slurm",), "give one of them, not both"),
+        (("--max-restarts", 31, "save_steps=5"), "--max-restarts 31: SageMaker starts a job again at most 30 times."),
     ],
 )
 def test_what_no_job_can_do_is_refused(tmp_path, words, said, refused):

@@ -8,6 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
+from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 from .. import kubernetes
@@ -23,7 +24,9 @@ RUNS = f"{ML}/input/data/runs"
 RECIPE = f"{ML}/input/data/recipe"
 """Folder of the channel `recipe`: recipe.json and deepspeed.json."""
 INSTANCES = {1: "ml.g6e.xlarge", 4: "ml.g6e.12xlarge", 8: "ml.p5.48xlarge"}
-"""The script's default Amazon instance, by number of GPUs."""
+"""The script's default Amazon instance, by number of GPUs; for other numbers the script asks for one."""
+MOST_RETRIES = 30
+"""https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_RetryStrategy.html"""
 ACCELERATOR = "H100"
 """The GPU in the SkyPilot file, where the user can change it."""
 
@@ -35,13 +38,15 @@ def mount(engine: str | None) -> str | None:
 
 def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return the files of a job by their names."""
+    if engine == "sagemaker" and asked.restarts > MOST_RETRIES:
+        raise UserError(f"--max-restarts {asked.restarts}: SageMaker starts a job again at most {MOST_RETRIES} times.")
     where, shared = (RECIPE if engine == "sagemaker" else kubernetes.RECIPE_MOUNT), mount(engine)
     values = kubernetes.values_of(asked, recipe, folder, image, volume) | {
         "environment": kubernetes.variables(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
         "mount": shared,
         "recipe_mount": where,
         "accelerator": ACCELERATOR,
-        "instance": INSTANCES.get(asked.ranks_per_node, INSTANCES[8]),
+        "instance": INSTANCES.get(asked.ranks_per_node),
     }
     template = Path(__file__).with_name(f"{ENGINES[engine]}.jinja")
     return kubernetes.files(recipe, shared or "", where) | {ENGINES[engine]: fill(template, **values)}
