@@ -9,6 +9,7 @@ import ast
 import copy
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -239,11 +240,17 @@ def test_a_file_that_pods_cannot_see_is_refused(tmp_path, refused):
         assert hint in refused("tiny", "full", "--kubernetes", *wrong)
 
 
-def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys):
+def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys, monkeypatch):
+    for name in kubernetes.left_out(os.environ):
+        monkeypatch.delenv(name)
+    here = {"HF_TOKEN": "hf_" + "a1B2" * 8, "NCCL_TOPO_FILE": "/etc/topo.xml", "HF_HOME": "/hf", "NCCL_DEBUG": "INFO"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
     words = ["tiny", "full", "--kubernetes", "--nodes", "2", "--max-restarts", "5"]
     words += ["--output-dir", str(tmp_path / "run")]
     assert launch.main([*words, "--dry-run"]) == 0 and not (tmp_path / "run").exists()
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert "not in the job's files, as secrets or of this machine: HF_TOKEN, NCCL_TOPO_FILE; set them" in said
     assert launch.main(words) == 0
     done = capsys.readouterr().out
     for name in ("job.yaml", "jobset.yaml", "trainjob.yaml"):

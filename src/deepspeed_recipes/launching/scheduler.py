@@ -1,7 +1,9 @@
 """Submits a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
+import os
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 
 from ..recipe import files, run_folder
@@ -34,6 +36,12 @@ def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Run
     image, volume = options.image or IMAGE, options.volume or VOLUME
     if options.slurm:
         return {str(slurm.path(folder)): slurm.script(asked, folder, _environment(asked))}
+    if left := kubernetes.left_out(os.environ):
+        print(
+            f"not in the job's files, as secrets or of this machine: {', '.join(left)}; set them in the job if needed",
+            file=sys.stderr,
+            flush=True,
+        )
     if options.kubernetes:
         return kubernetes.manifests(asked, recipe, folder, image, volume, _environment(asked))
     return cloud.texts(str(options.engine), image, volume, asked, recipe, folder)

@@ -126,6 +126,11 @@ def variables(ours: Mapping[str, str]) -> dict[str, str]:
     return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes
 
 
+def left_out(ours: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that a run may need but that are not written into a job's files."""
+    return sorted({*command.forwarded(ours), *command.withheld(ours)} - {*variables(ours)})
+
+
 def how_to(written: Path) -> str:
     """Return the commands that use the manifests."""
     job, jobset, trainjob = (shlex.quote(str(written / f"{kind}.yaml")) for kind in KINDS)
