@@ -36,15 +36,17 @@ def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Run
     image, volume = options.image or IMAGE, options.volume or VOLUME
     if options.slurm:
         return {str(slurm.path(folder)): slurm.script(asked, folder, _environment(asked))}
+    if options.kubernetes:
+        found = kubernetes.manifests(asked, recipe, folder, image, volume, _environment(asked))
+    else:
+        found = cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
     if left := kubernetes.left_out(os.environ):
         print(
             f"not in the job's files, as secrets or of this machine: {', '.join(left)}; set them in the job if needed",
             file=sys.stderr,
             flush=True,
         )
-    if options.kubernetes:
-        return kubernetes.manifests(asked, recipe, folder, image, volume, _environment(asked))
-    return cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
+    return found
 
 
 def _environment(asked: Allocation) -> dict[str, str]:
