@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,10 +46,12 @@ def writer(tmp_path):
     process.wait()
 
 
-def test_a_run_that_is_being_written_cannot_be_resumed(writer, capsys):
+@pytest.mark.parametrize("words", [["--resume"], []], ids=["resumed", "started"])
+def test_a_run_that_is_being_written_cannot_be(words, writer, capsys):
     process, run = writer
+    shutil.rmtree(run.checkpoints)  # as before the first one: the folder must not be called one to remove
     holder = json.loads((run.path / run_lock.NAME).read_text())
-    assert run_command("launch", ["tiny", "full", "--resume", "--output-dir", str(run.path)]) == 2
+    assert run_command("launch", ["tiny", "full", *words, "--output-dir", str(run.path)]) == 2
     said = capsys.readouterr().err
     assert f"written by process {process.pid} on {holder['host']}" in said and said.count("\n") == 1
     with pytest.raises(UserError, match=f"process {process.pid} on"), run_lock.hold(run.path):

@@ -70,9 +70,7 @@ def check(folder: Path) -> None:
         pid, host = holder.get("pid"), holder.get("host")
         who = f"process {pid} on {host}" if pid else f"a process that {NAME} does not name"
         how = f" (kill {pid})" if pid else ""
-        raise UserError(
-            f"{folder}: this run is being written by {who}; wait until it ends, or stop it{how} before you resume."
-        )
+        raise UserError(f"{folder}: this run is being written by {who}; wait until it ends, or stop it{how} first.")
 
 
 @contextlib.contextmanager

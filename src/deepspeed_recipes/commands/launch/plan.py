@@ -170,6 +170,8 @@ def requested(options: LaunchOptions) -> Request:
         page = borrowed.borrow(options.model, options.variant)
         print(borrowed.said(page, overrides.keys_of(options.overrides)), flush=True)
     folder = None
+    if options.output_dir and os.path.isfile(options.output_dir / run_lock.NAME):
+        run_lock.check(options.output_dir)  # first: a run without a checkpoint would be called one to remove
     if options.resume:
         folder = run_folder.to_resume(page, options.output_dir)
         page = resumed(page, folder, options)
