@@ -188,6 +188,25 @@ def test_a_server_gets_the_conversation_and_the_options(server, typed, capsys):
     assert capsys.readouterr().out == "1 turns\n" and asked[2]["temperature"] == 0
 
 
+@pytest.mark.parametrize(
+    ("choice", "rest", "said"),
+    [
+        ({"delta": {"content": "Yes."}}, {}, "the answer broke off."),
+        ({"delta": {"content": "Yes."}}, {"error": "too long"}, 'the server answered an error: "too long"'),
+        ({"delta": {"reasoning_content": "Hm."}}, "DONE", "without text, only with reasoning_content."),
+        ({"delta": {"content": "Yes."}, "finish_reason": "stop"}, {}, None),
+        ({"message": {"role": "assistant", "content": "Yes."}}, "DONE", None),
+    ],
+)
+def test_a_servers_answer_without_an_end_or_a_text_is_refused(choice, rest, said, monkeypatch, capsys):
+    lines = [json.dumps({"choices": [choice]}), f"[{rest}]" if rest == "DONE" else json.dumps(rest)]
+    replies = [f"data: {one}\n".encode() for one in lines]
+    monkeypatch.setattr("deepspeed_recipes.training.server._request", lambda *_: replies)
+    assert run_command("generate", ["--server", "http://a", "--model", "m", FIRST]) == (2 if said else 0)
+    printed = capsys.readouterr()
+    assert said in printed.err if said else printed.out == "Yes.\n"
+
+
 def test_bad_input_is_answered_in_a_line(server, typed, capsys):
     address, _ = server
     long = "word " * 2000

@@ -101,7 +101,7 @@ def answers(
     def answer(turns: Turns, offered: object) -> Answer:
         asked = {**options, **({"tools": offered} if offered else {})}
         with _complete(server, _as_protocol(turns), asked, stream=False) as reply, _unbroken(server):
-            choice = json.loads(reply.read())["choices"][0]
+            choice = _read_reply(server, reply.read())["choices"][0]
             return Answer(choice["message"], choice.get("finish_reason") == "length")
 
     with ThreadPoolExecutor(AT_ONCE) as waiting:
@@ -130,12 +130,20 @@ def _as_protocol(turns: Turns) -> list[Json]:
 def stream(server: Server, turns: Turns, options: JsonView) -> Iterator[str]:
     """Yield the answer to a conversation in pieces, as they arrive."""
     answer = _complete(server, [dict(turn) for turn in turns], options, stream=True)
+    ended, given = False, set()
     with _unbroken(server):
         for line in answer:
             text = line.decode().strip().removeprefix("data:").strip()
-            if text.startswith("{"):
-                for choice in json.loads(text).get("choices", ()):
-                    yield choice.get("delta", {}).get("content") or ""
+            ended |= text == "[DONE]"
+            for choice in _read_reply(server, text).get("choices", ()) if text.startswith("{") else ():
+                said = choice.get("delta") or choice.get("message") or {}  # a message if the server does not stream
+                given |= {key for key in said if key != "role" and said[key]}
+                ended |= bool(choice.get("finish_reason"))
+                yield said.get("content") or ""
+    if not ended:
+        raise UserError(f"{server.address}: the answer broke off.")
+    if given and "content" not in given:
+        raise UserError(f"{server.address}: answered without text, only with {', '.join(sorted(given))}.")
 
 
 def _complete(server: Server, messages: list[Json], options: JsonView, stream: bool) -> Any:
@@ -155,7 +163,7 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
     """
     body = {**_named(server), "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     with _unbroken(server):
-        choice = json.loads(_request(server.address, "/v1/completions", body).read())["choices"][0]
+        choice = _read_reply(server, _request(server.address, "/v1/completions", body).read())["choices"][0]
         places = choice.get("prompt_logprobs")
         if not places:
             raise UserError(
@@ -174,9 +182,18 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
 def prompt_tokens(server: Server, messages: list[Json]) -> int | None:
     """Return how many tokens a server makes of messages, or None if it does not tell."""
     with _unbroken(server):
-        answer = json.loads(_complete(server, messages, {"max_tokens": 1, "temperature": 0}, stream=False).read())
+        reply = _complete(server, messages, {"max_tokens": 1, "temperature": 0}, stream=False)
+        answer = _read_reply(server, reply.read())
         counted = (answer.get("usage") or {}).get("prompt_tokens")
         return int(counted) if counted else None
+
+
+def _read_reply(server: Server, text: str | bytes) -> Json:
+    """Return a reply, or refuse the error that some servers send with status 200 or amid a stream."""
+    reply: Json = json.loads(text)
+    if reply.get("error"):
+        raise UserError(f"{server.address}: the server answered an error: {json.dumps(reply['error'])[:200]}")
+    return reply
 
 
 @contextlib.contextmanager
