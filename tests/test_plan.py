@@ -181,7 +181,7 @@ def test_message_sizes_of_a_users_file_stay_as_they_are(tmp_path):
         ({"train_micro_batch_size_per_gpu": 4}, ("micro_batch_size=2",), "the recipe has micro_batch_size=2"),
         ({"train_micro_batch_size_per_gpu": 2}, ("micro_batch_size=2",), None),
         ({"gradient_clipping": 0.3}, ("max_grad_norm=0.3",), None),
-        ({"gradient_accumulation_steps": 2}, (), None),  # planning may choose it
+        ({"gradient_accumulation_steps": 3}, (), "the recipe has global_batch_size="),  # the planner chooses another
     ],
 )
 def test_a_file_that_contradicts_the_recipe_is_refused_as_by_the_launcher(tmp_path, capsys, content, words, said):

@@ -50,7 +50,7 @@ from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
 from . import workload
-from .options import parser, request_of, with_method
+from .options import check_file, parser, request_of, with_method
 
 WIDTH = 160
 """Width of the widest table in characters, with hours and dollars."""
@@ -79,6 +79,12 @@ def main(words: Sequence[str] | None = None) -> int:
         request = replace(request, document_length=work.document_length)
     result = answer(arguments, request, work)
     request = result.request
+    if best := result.best:  # the file may fix sizes that were the planner's to choose
+        sizes = {
+            "per_device_train_batch_size": best.setup.micro_batch_size,
+            "gradient_accumulation_steps": best.setup.gradient_accumulation_steps,
+        }
+        check_file(best.recipe, best.cluster.gpus, best.cluster.gpus_per_node, sizes)
     remark = model_recipe.remark(arguments.model)
     if arguments.json:
         found = table.as_json(result, work)

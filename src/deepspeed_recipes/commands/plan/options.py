@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -126,6 +127,17 @@ def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(arguments) | found)
 
 
+def check_file(recipe: Recipe, ranks: int | None, ranks_each: int, sizes: Mapping[str, object]) -> None:
+    """Refuse a DeepSpeed file with errors, or with values that contradict the recipe or the sizes that are known."""
+    if recipe.deepspeed in os.listdir(CONFIGS):
+        return
+    from ...config import lint  # with all rules; files in configs/ need none
+    from ...launching import preflight
+
+    if error := lint.first_error(preflight.findings_of(recipe, ranks, ranks_each, sizes), recipe.deepspeed):
+        raise UserError(error)
+
+
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request from the command line."""
     if arguments.gpus is not None and arguments.gpus > NODE:
@@ -135,18 +147,13 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         )
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
-    if "deepspeed" in keys and recipe.deepspeed not in os.listdir(CONFIGS):
+    if "deepspeed" in keys:
         file = strategies.template(recipe.deepspeed, hardware)  # refuses a name that is no file
-        from ...config import lint  # with all rules; files in configs/ need none
-        from ...launching import preflight
-
         # Planning chooses the accumulation and the layout, which follows the file's block for experts.
         layout = replace(recipe.layout, expert=max(recipe.layout.expert, 1 + file.has_expert_block))
         ranks = None if arguments.deadline else hardware.gpus
         sizes = {"per_device_train_batch_size": recipe.micro_batch_size} if "micro_batch_size" in keys else {}
-        findings = preflight.findings_of(replace(recipe, layout=layout), ranks, hardware.gpus_per_node, sizes)
-        if error := lint.first_error(findings, recipe.deepspeed):
-            raise UserError(error)
+        check_file(replace(recipe, layout=layout), ranks, hardware.gpus_per_node, sizes)
     if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
         # Sizes that are impossible whatever the planner chooses for the others.
         given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
