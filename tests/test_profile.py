@@ -311,6 +311,8 @@ def test_steps_are_those_of_the_run():
         (["--profile", f"profile.ranks={'9' * 5000}"], "is not a rank; give numbers with commas (0,1), or all."),
         (["--profile", "9" * 5000], "not FIRST:LAST"),
         (["--profile", "profile.ranks=first"], "`first` is not a rank; give numbers with commas (0,1), or all."),
+        (["--nsys", "--kubernetes", "--dry-run"], "that the launcher starts on this machine; remove --kubernetes."),
+        (["--nsys", "--prepare"], "that the launcher starts on this machine; remove --prepare."),
         (["--profile", "--nsys"], "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia"),
     ],
 )

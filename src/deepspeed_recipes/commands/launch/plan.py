@@ -127,8 +127,8 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     if line:  # the disk space that the traces of `--profile` need
         print(line, flush=True)
     recipe = replace(located, profile=found.profile)
-    if recipe.profile.nsys and not options.dry_run:
-        window.check_nsys(machines.gpus, here=not machines.reserved)
+    if recipe.profile.nsys and (options.engine or not options.dry_run):
+        window.check_nsys(machines.gpus, options.engine)
     if machines.pool:
         hostfile.check_command(folder.path, options.master_addr)
     if not options.dry_run or (options.output_dir and not machines.elsewhere):

@@ -114,10 +114,10 @@ def size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1, count / 1e6):.0f} MB"
 
 
-def check_nsys(gpus: int, here: bool) -> None:
-    """Refuse a run that Nsight Systems cannot profile."""
-    if not here:
-        raise UserError("--nsys: profiles the ranks of this machine only; remove --hostfile, --slurm or --kubernetes.")
+def check_nsys(gpus: int, engine: str | None) -> None:
+    """Refuse a run that Nsight Systems cannot profile; `engine` is the option that starts the ranks elsewhere."""
+    if engine:
+        raise UserError(f"--nsys: profiles ranks that the launcher starts on this machine; remove --{engine}.")
     if shutil.which("nsys") is None:
         raise UserError(
             "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia.com/nsight-systems), or use "
