@@ -39,6 +39,7 @@ big*|8|gpu:h100:8(S:0-1)
 big*|2|lustre:1,gpu:4
 mixed|1|gpu:2
 mixed|1|(null)
+fast|3|gpu:2
 """
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch")
 
@@ -57,7 +58,7 @@ HERE = pytest.mark.skipif(bool(without_slurm()), reason=without_slurm() or "a cl
 def test_a_clusters_partitions_are_read():
     big, *others = slurm.partitions(SINFO)
     assert (big.name, big.nodes, big.gpus) == ("big", 10, 4)
-    assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0)}
+    assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0), ("fast", 3, 2)}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,11 @@ def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
     monkeypatch.setattr(slurm, "ask", lambda *command: SINFO)
     for asked, hint in (
         ({"partition": "gpu_a100-mig@night"}, "not a partition's name, because of '@'"),
-        ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed"),
+        ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed, fast"),
+        ({"partition": "big,gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed, fast"),
+        ({"partition": "cpu,big"}, "--partition cpu,big: some have GPUs and others none"),
+        ({"partition": "fast,big", "nodes": 11}, "--nodes 11: partition fast,big has only 10"),
+        ({"partition": "fast,big", "ranks": 3}, "--gpus 3: nodes in partition fast,big have only 2"),
         ({"nodes": 11}, "--nodes 11: partition big has only 10"),
         ({"ranks": 8}, "--gpus 8: nodes in partition big have only 4"),
         ({"limit": "soon"}, "--time: invalid time limit soon"),
@@ -107,6 +112,7 @@ def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
         with pytest.raises(UserError, match=re.escape(hint)):
             slurm.allocation("x", **words, dry_run=False)
     assert slurm.allocation("x", 2, None, None, None, dry_run=False) == Allocation("x", 2, 4, True)
+    assert slurm.allocation("x", 9, None, "big,fast", None, dry_run=False).ranks_per_node == 2
     assert slurm.allocation("x", 2, None, "cpu", None, dry_run=False) == Allocation("x", 2, 2, False, "cpu")
 
 

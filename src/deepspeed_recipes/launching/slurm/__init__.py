@@ -218,15 +218,20 @@ def allocation(
         )
     if known is None:
         return Allocation(name, nodes, ranks or 1, True, partition, limit)
-    wanted = next((one for one in known if partition in (None, one.name)), None)
-    if wanted is None:
-        names = ", ".join(one.name for one in known) or "none"
-        raise UserError(f"--partition {partition}: no such partition; this cluster has {names}.")
-    if nodes > wanted.nodes:
-        raise UserError(f"--nodes {nodes}: partition {wanted.name} has only {wanted.nodes}.")
-    if wanted.gpus and ranks and ranks > wanted.gpus:
-        raise UserError(f"--gpus {ranks}: nodes in partition {wanted.name} have only {wanted.gpus}.")
-    return Allocation(name, nodes, ranks or wanted.gpus or 2, wanted.gpus > 0, partition, limit)
+    there = {one.name: one for one in known}
+    named = partition or next(iter(there), "")
+    for one in named.split(","):  # the job starts in the first that has room
+        if one not in there:
+            raise UserError(f"--partition {one}: no such partition; this cluster has {', '.join(there) or 'none'}.")
+    wanted = [there[one] for one in named.split(",")]
+    most, gpus = max(one.nodes for one in wanted), min(one.gpus for one in wanted)
+    if not gpus and any(one.gpus for one in wanted):
+        raise UserError(f"--partition {named}: some have GPUs and others none; name those of one kind.")
+    if nodes > most:
+        raise UserError(f"--nodes {nodes}: partition {named} has only {most}.")
+    if gpus and ranks and ranks > gpus:
+        raise UserError(f"--gpus {ranks}: nodes in partition {named} have only {gpus}.")
+    return Allocation(name, nodes, ranks or gpus or 2, gpus > 0, partition, limit)
 
 
 def seconds_of(limit: str) -> int:
