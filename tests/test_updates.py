@@ -102,7 +102,7 @@ def test_parts_of_an_epoch_become_steps():
 
 
 def test_data_that_a_run_does_not_reach_is_named():
-    recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8)
+    recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8, eval_steps=None)
     (line,) = updates.left_out(recipe, size(380, 127))
     assert line == (
         "epochs=0.7: 12 of an epoch's 16 updates, so about 25% of the training data is not used; "
@@ -115,13 +115,29 @@ def test_data_that_a_run_does_not_reach_is_named():
 
 
 def test_a_warm_up_longer_than_the_run_is_named():
-    recipe = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8, learning_rate=2e-3)
+    recipe = replace(pages.find("tiny", "full"), epochs=1.0, global_batch_size=8, learning_rate=2e-3, eval_steps=None)
     for kind in ("linear", "cosine", "constant_with_warmup"):
         (line,) = updates.left_out(replace(recipe, schedule=Schedule(kind, 500)), size(380, 127))
         assert "schedule.warmup=500: the learning rate rises for 500 updates and the run has 16, so it never" in line
         assert "reaches 0.002" in line
     for enough in (Schedule("constant", 500), Schedule("cosine", 16), Schedule("cosine", 0.5), Schedule("cosine", 0)):
         assert updates.left_out(replace(recipe, schedule=enough), size(380, 127)) == [], enough
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"early_stopping": 2}, "warning: early_stopping=2: 16 steps with an evaluation every 17 end before it can"),
+        ({"keep_best": True}, "eval_steps=17: with 16 steps in all, the run is evaluated only before and after"),
+        ({"eval_steps": None, "keep_best": True, "save_steps": 20}, "save_steps=20: with 16 steps in all, the run is"),
+        ({"eval_steps": 16}, ""),
+        ({"eval_steps": None, "save_steps": 20}, ""),
+    ],
+)
+def test_evaluations_behind_the_last_step_are_named(settings, said):
+    recipe = replace(pages.find("tiny", "full"), max_steps=16, **{"eval_steps": 17, **settings})
+    lines = updates.unreached(recipe, 16)
+    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
 
 
 @given(

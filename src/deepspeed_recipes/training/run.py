@@ -168,16 +168,10 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int, chec
     """
     advice, steps = None, recipe.max_steps
     if size is None:
-        say(f"{steps} steps in all, from a stream")
+        say("\n".join([f"{steps} steps in all, from a stream", *updates.unreached(recipe, steps or 0)]))
     else:
         say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
-        patience, every = recipe.early_stopping, recipe.steps_between_evaluations
         steps = updates.in_all(recipe, size.sequences)
-        if patience and isinstance(every, int) and patience * every >= steps:
-            say(
-                f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it "
-                f"can; set eval_steps={max(1, steps // (4 * patience))}"
-            )
         if advice := updates.advice(recipe, size, world_size):
             say(advice)
     if checkpoint is None:

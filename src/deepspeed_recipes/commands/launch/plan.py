@@ -351,9 +351,9 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         system.check_cache()
     examples = preflight.check_data(recipe, listed=options.dry_run)
     chat_template.check(recipe)
-    warnings = []
+    warnings: list[str | None] = []
     if options.dry_run and recipe.max_steps:  # the ranks print it otherwise
-        warnings.append(updates.long_warmup(recipe, recipe.max_steps))
+        warnings += updates.unreached(recipe, recipe.max_steps)
     # The ranks alone can count packed or cut sequences; elsewhere each example is one.
     if examples is not None and not (recipe.packing or recipe.method.name == "pretrain" or recipe.data.weights):
         sequences = examples

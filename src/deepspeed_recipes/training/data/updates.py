@@ -101,9 +101,21 @@ def left_out(recipe: Recipe, size: Size) -> list[str]:
             f"{key}: {steps} of an epoch's {epoch} updates, so about {1 - steps / epoch:.0%} of the training data is "
             f"not used; {all_of_it} uses all of it"
         )
-    if line := long_warmup(recipe, steps):
-        lines.append(line)
-    return lines
+    return [*lines, *unreached(recipe, steps)]
+
+
+def unreached(recipe: Recipe, steps: int) -> list[str]:
+    """Return warnings about what lies behind a run's last step: the full rate, evaluations, an early stop."""
+    lines, patience, every = [long_warmup(recipe, steps)], recipe.early_stopping, recipe.steps_between_evaluations
+    if patience and isinstance(every, int) and patience * every >= steps:
+        lines.append(
+            f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it can; "
+            f"set eval_steps={max(1, steps // (4 * patience))}"
+        )
+    elif isinstance(every, int) and every > steps and (recipe.data.validation or recipe.data.validation_share):
+        key = "eval_steps" if recipe.eval_steps else "save_steps"
+        lines.append(f"{key}={every}: with {steps} steps in all, the run is evaluated only before and after training")
+    return [line for line in lines if line]
 
 
 def long_warmup(recipe: Recipe, steps: int) -> str | None:
