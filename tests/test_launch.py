@@ -244,6 +244,7 @@ MISTAKES = {
     "not an override": (["tiny", "full", "fast"], "key=value"),
     "type": (["tiny", "full", "epochs=many"], "epochs=many"),
     "choice": (["tiny", "full", "precision=fp8"], "bf16"),
+    "attention": (["tiny", "full", "model.attention=flash"], "=flash: must be one of auto, eager, sdpa, varlen,"),
     "blanks": (["tiny", "full", "max_steps", "=", "3"], "=: write key=value without blanks, e.g. max_steps=3."),
     "a YAML list": (
         ["tiny", "lora", "lora.target_modules=[q_proj, 'v_proj']"],

@@ -109,7 +109,8 @@ def test_a_model_whose_tokens_see_later_ones_is_not_trained_to_write(tmp_path, t
 
 def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer, conversations):
     draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
-    asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
+    asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path)))
+    asked = replace(asked, model=replace(asked.model, attention="nonsense", trust_remote_code=True))
     with pytest.raises(UserError, match=r"cannot be checked on a shrunken llama.*\nAdd packing=false"):
         probe.check_packing(asked, tokenizer)
 

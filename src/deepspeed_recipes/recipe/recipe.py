@@ -21,6 +21,11 @@ from .sections import Lora, Optimizer, Wandb
 Precision = Literal["fp32", "bf16", "fp16"]
 BUILT_IN = ("loss", "exact_match", "preference_accuracy", "judgement_accuracy")
 """The metrics of `data.metric` that are not the user's own."""
+ATTENTION = (
+    *("auto", "eager", "sdpa", "varlen", "flex_attention"),
+    *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+)
+"""The values of `model.attention` that are no kernel of the Hub."""
 Checkpointing = bool | Literal["selective", "feed_forward"]
 PerEpoch = Literal["epoch", "epoch/2", "epoch/3", "epoch/4", "epoch/5", "epoch/10", "epoch/20"]
 """Once per epoch, or so many times: `updates.in_steps` turns it into a number of steps when the data is known."""
@@ -421,6 +426,12 @@ class Recipe:
                 re.compile(getattr(self, key) or "")
             except re.error as error:
                 raise UserError(f"{key}={getattr(self, key)}: not a regular expression: {error}.") from None
+        attention = self.model.attention
+        if attention not in ATTENTION and "/" not in attention and not self.model.trust_remote_code:
+            raise UserError(
+                f"model.attention={bounds.shown(attention)}: must be one of {', '.join(ATTENTION)}, or a kernel of the "
+                "Hub, OWNER/NAME."
+            )
         sections.check_trackers(names(self.tracking), self.wandb)
         found = names(self.data.metric)
         for name in found or [self.data.metric]:
