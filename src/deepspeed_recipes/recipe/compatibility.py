@@ -192,6 +192,8 @@ COMPUTED: Mapping[str, Callable[[Case, str], Conflict]] = {
     "by_epoch()": lambda case, _: any(isinstance(one, str) for one in (case.recipe.save_steps, case.recipe.eval_steps)),
     "only_files()": lambda case, _: all(os.path.isfile(one.strip()) for one in case.recipe.data.path.split(",")),
     "no_tracker()": lambda case, _: not case.recipe.trackers,
+    "no_projects()": lambda case, _: not {"wandb", "mlflow", "trackio"} & {*case.recipe.trackers},
+    "no_names()": lambda case, _: not {"wandb", "mlflow"} & {*case.recipe.trackers},
     "no_wandb()": lambda case, _: "wandb" not in case.recipe.trackers,
 }
 """Conditions of the table that are functions of a case and of the layout's field that a row is about."""
