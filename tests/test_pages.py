@@ -227,6 +227,7 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path, 
             '"intermediate_size": 12288',
             "parameters=1,235,814,400, but its dimensions give",
         ),
+        ('"zero2.json"', '"zero22.json"', "deepspeed=zero22.json: "),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters=1,640,000,000, but its dimensions give"),
         ('"max_position_embeddings": 131072', '"max_position_embeddings": 512', "but the model has 512 positions"),
         (

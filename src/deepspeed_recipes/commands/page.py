@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ..recipe import files, overrides, pages
+from ..recipe import deepspeed_file, files, overrides, pages
 from ..recipe.compatibility import positions
 from ..recipe.errors import UserError, first_line
-from ..recipe.project import PAGES, command, require
+from ..recipe.project import CONFIGS, PAGES, command, require
 from ..recipe.recipe import Model
 from .list import built
 from .main import Parser
@@ -127,6 +127,11 @@ def problems(module: ModuleType) -> list[str]:
         if abs(counted - model.parameters) > TOLERANCE * model.parameters:
             found.append(f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}")
     recipes, _ = built(module)  # an inherited variant may be impossible for the sizes of the page
+    for file in sorted({recipe.deepspeed for each in recipes.values() for recipe in each}):
+        try:
+            deepspeed_file.read(str(place) if (place := CONFIGS / file).exists() else file)
+        except UserError as error:
+            found.append(f"deepspeed={first_line(error)}")
     for size, model in module.SIZES.items():
         most = positions(model.config)
         of_size = (recipe for each in recipes.values() for recipe in each if recipe.size == size)
