@@ -221,6 +221,7 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
         (("llama3-8b", *EIGHT), "full, 64 sequences of 4,096 tokens per step, on 8 x H100"),
         (("llama3-8b", "dpo_lora", *EIGHT), " pairs of sequences of "),
         (("llama3-8b", "--gpu", "H100", "--gpus", "3"), "global_batch_size was raised from 64 to 66, so that"),
+        (("qwen3-0.6b", "grpo", "--gpu", "H100", "--gpus", "3"), "global_batch_size was raised from 64 to 72, so that"),
         (
             ("qwen3-8b", "--gpu", "4090", "--host-memory", "0"),
             "171 GiB of host memory per node, which was not checked: give --host-memory.",
@@ -262,6 +263,11 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
 )
 def test_an_answer_says_what_it_takes_for_granted(words, said):
     assert said in screen(*words)
+
+
+def test_the_batch_to_try_gives_every_gpu_a_micro_batch(capsys):
+    assert plan.main(["llama3-8b", "kto_lora", *EIGHT, "--nodes", "16"]) == 1
+    assert "global_batch_size=64; try global_batch_size=256." in capsys.readouterr().err
 
 
 def test_what_is_known_or_small_is_not_remarked_on(capsys):

@@ -53,14 +53,19 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
     per_pass = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
-        # GRPO needs whole groups of answers.
-        unit = math.lcm(per_pass, recipe.method.group_size) if isinstance(recipe.method, Grpo) else per_pass
+        unit = batch_unit(recipe, per_pass)
         below = max(unit, recipe.global_batch_size // unit * unit)
         raise UserError(
             f"global_batch_size={recipe.global_batch_size} is not a multiple of {per_pass} (micro_batch_size x "
             f"data-parallel size); the nearest multiples are: {below}, {below + unit}."
         )
     return steps
+
+
+def batch_unit(recipe: Recipe, per_pass: int) -> int:
+    """Return the number that a global batch is a multiple of if a pass of all ranks reads `per_pass` sequences."""
+    # GRPO needs whole groups of answers.
+    return math.lcm(per_pass, recipe.method.group_size) if isinstance(recipe.method, Grpo) else per_pass
 
 
 def bubble(stages: int, micro_batches: int) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
+from ...recipe.layout import batch_unit
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
 from .. import TABLES
@@ -80,6 +81,18 @@ class PlanRequest:
     """As in `TrainingSetup`; None if the data was not read."""
     software: Software = OWN
     """What will train: this project, unless the user asks what another stack would need."""
+
+    @property
+    def least_micro_batch(self) -> int:
+        """The smallest micro-batch that the search may choose."""
+        recipe = self.recipe
+        return recipe.micro_batch_size if "micro_batch_size" in self.fixed else recipe.method.least_micro_batch
+
+    @property
+    def shared_batch(self) -> int:
+        """The recipe's global batch, raised until every GPU gets equally many micro-batches."""
+        unit = batch_unit(self.recipe, self.cluster.gpus * self.least_micro_batch)
+        return math.ceil(self.recipe.global_batch_size / unit) * unit
 
 
 @dataclass(frozen=True)

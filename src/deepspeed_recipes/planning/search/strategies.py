@@ -5,7 +5,6 @@ A candidate is a file in `configs/`, a layout, a micro-batch size and whether to
 """
 
 import copy
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -57,11 +56,7 @@ def search(request: PlanRequest) -> SearchResult:
     """
     recipe, gpu, gpus = request.recipe, request.cluster.gpu, request.cluster.gpus
     if "global_batch_size" not in request.fixed and gpus <= recipe.global_batch_size:
-        # The next multiple that all ranks can share.
-        least = recipe.method.least_micro_batch
-        micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else least
-        sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
-        recipe = replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
+        recipe = replace(recipe, global_batch_size=request.shared_batch, micro_batch_size=request.least_micro_batch)
     if recipe.precision == "bf16" and not gpu.bf16:
         other: Precision = "fp32" if request.cluster.on_cpus else "fp16"
         if "precision" in request.fixed:

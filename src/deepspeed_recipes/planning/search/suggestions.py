@@ -31,7 +31,7 @@ def sentence(result: SearchResult) -> str:
         if not (keys := [key for key in fixed if is_layout_key(key)]):
             return (
                 f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size="
-                f"{batch}; try global_batch_size={math.ceil(batch / gpus) * gpus}."
+                f"{batch}; try global_batch_size={request.shared_batch}."
             )
         more = "".join(f"try {way}, a sequence for every GPU, or " for way in _first_fit(_larger_batch(request)))
         given = " ".join(overrides.as_typed(recipe, keys))
@@ -91,7 +91,8 @@ def _larger_batch(request: PlanRequest) -> Changes:
     """Yield a batch with a sequence for every GPU, if there are more GPUs than sequences and the batch is not set."""
     gpus, recipe = request.cluster.gpus, request.recipe
     if recipe.global_batch_size < gpus and "global_batch_size" not in request.fixed:
-        yield f"global_batch_size={gpus}", replace(request, recipe=replace(recipe, global_batch_size=gpus))
+        batch = request.shared_batch
+        yield f"global_batch_size={batch}", replace(request, recipe=replace(recipe, global_batch_size=batch))
 
 
 def _methods(request: PlanRequest) -> Changes:
