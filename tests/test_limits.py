@@ -476,6 +476,31 @@ def test_a_file_that_contradicts_the_recipe_is_refused_with_the_overrides_that_a
     preflight.check_config(overrides.apply(recipe, [FIXED[fixed]]), 2, 2)
 
 
+LACKING = {
+    '{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}': [
+        "optimizer.params.betas: DeepSpeed's default of 0.999 replaces adam_beta2=0.95",
+        "optimizer.params.eps: DeepSpeed's default of 1e-08 replaces adam_epsilon=1e-05",
+        "optimizer.params.weight_decay: DeepSpeed's default of 0.0 replaces weight_decay=0.1",
+    ],
+    '{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}': [
+        "scheduler.params.warmup_num_steps: DeepSpeed's default of 1000 steps counts, whatever warmup_steps is",
+        "scheduler.params.warmup_max_lr: DeepSpeed's default of 0.001 counts, whatever learning_rate is",
+    ],
+    json.dumps({"optimizer": json.loads((CONFIGS / "zenflow.json").read_text())["optimizer"]}): [],
+    '{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}': [],
+}
+
+
+@pytest.mark.parametrize("block", LACKING)
+def test_settings_that_a_block_of_the_file_replaces_by_deepspeeds_defaults_are_named(tmp_path, capsys, block):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(json.loads((CONFIGS / "zero2.json").read_text()) | json.loads(block)))
+    changes = {"adam_beta2": 0.95, "adam_epsilon": 1e-5, "weight_decay": 0.1}
+    preflight.check_config(replace(pages.find("tiny", "full"), deepspeed=str(file), **changes), 2, 2)
+    said = [line for line in capsys.readouterr().out.splitlines() if ".params." in line]
+    assert [line.partition("warning: ")[2].rpartition(" [")[0] for line in said] == LACKING[block]
+
+
 def test_a_dry_run_finds_a_long_warm_up_and_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").touch()
     words = ["tiny", "full", "--gpus", "2", "--dry-run"]

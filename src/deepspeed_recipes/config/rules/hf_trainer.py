@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from .. import schema
 from ..read import Key
 from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, hidden_size, rule, shown
 
@@ -16,6 +17,15 @@ def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("gradient_clipping",), None, what, 'add "gradient_clipping": "auto"', edits)
 
 
+_DEFAULTS = {
+    "adam_beta1": ("betas", 0.9),
+    "adam_beta2": ("betas", 0.999),
+    "adam_epsilon": ("eps", 1e-8),
+    "weight_decay": ("weight_decay", 0.0),
+}
+"""The parameter of an optimizer that the Trainer fills from an argument, and DeepSpeed's default for it."""
+
+
 @rule("optimizer-block", "warning", WRONG)
 def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     # ZenFlow and AutoEP need an optimizer that DeepSpeed builds.
@@ -23,6 +33,17 @@ def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and config.section("optimizer") and not needed:
         what = "replaces TrainingArguments.optim, and weight decay also applies to norms and biases"
         yield Hit(("optimizer",), config.get("optimizer"), what, "remove the block")
+    if facts.trainer == "hf" and config.text("optimizer", "type"):
+        given, known = config.section("optimizer", "params"), facts.arguments or {}
+        for argument, (parameter, default) in _DEFAULTS.items():
+            if parameter not in given and known.get(argument, default) != default:
+                path = ("optimizer", "params", parameter)
+                what = f"DeepSpeed's default of {shown(default)} replaces {argument}={shown(known[argument])}"
+                yield Hit(path, None, what, f'add "{parameter}": "auto"')
+
+
+_SCHEDULED = (("warmup_num_steps", "warmup_steps", "1000 steps"), ("warmup_max_lr", "learning_rate", "0.001"))
+"""Parameters of a schedule that the Trainer fills from an argument, and DeepSpeed's defaults."""
 
 
 @rule("scheduler-block", "warning", WRONG)
@@ -32,6 +53,13 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
         more = "; WarmupLR never decays" if never else ""
         what = f"replaces lr_scheduler_type{more}"
         yield Hit(("scheduler",), config.get("scheduler"), what, "remove the block")
+        parameters = schema.load()["schedulers"].get(config.text("scheduler", "type"), ())
+        for name, argument, default in _SCHEDULED:
+            path = ("scheduler", "params", name)
+            # Without a highest rate, WarmupLR rises to the optimizer's.
+            if name in parameters and not config.has(*path) and not (never and name == "warmup_max_lr"):
+                what = f"DeepSpeed's default of {default} counts, whatever {argument} is"
+                yield Hit(path, None, what, f'add "{name}": "auto"')
 
 
 @rule("zero-block-missing", "error", FAILS_LATER)
