@@ -103,6 +103,7 @@ def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_pat
         hostfile.read(tmp_path / "nowhere")
     assert "--nodes needs --hostfile, --slurm" in refused("tiny", "full", "--nodes", 2)
     assert refused("tiny", "full", "--prepare", "--nodes", 0) == "launch.py: --nodes 0: must be at least 1.\n"
+    assert "with --prepare your own launcher restarts" in refused("tiny", "full", "--prepare", "--max-restarts", 3)
 
 
 NAMES = ("n1", "n2", "n3")

@@ -85,6 +85,8 @@ class LaunchOptions:
         if self.resume and self.engine in ("kubernetes", "sagemaker", "skypilot"):
             again = "kubectl replace --force -f FILE" if self.kubernetes else "the command that started it"
             raise UserError(f"--{self.engine} --resume: a job resumes by itself; start it again with {again}.")
+        if self.prepare and self.max_restarts:
+            raise UserError("--max-restarts: with --prepare your own launcher restarts the ranks, which then resume.")
         for name, needs in NEEDS.items():
             if getattr(self, name) and self.engine not in needs:
                 *others, last = [f"--{need}" for need in needs]
