@@ -21,8 +21,9 @@ from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import paths, restarts
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.recipe import deepspeed_file, overrides, pages, run_folder
+from deepspeed_recipes.recipe.conversions import to_dict
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.recipe import Lora, Schedule, Wandb
+from deepspeed_recipes.recipe.recipe import Draft, Lora, Schedule, Wandb
 from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
@@ -291,7 +292,7 @@ CHANGES = {
     "precision=bf16": r"precision=bf16: .*checkpoint-5 holds weights and states of a run with fp32",
     "precision=fp16": r"precision=fp16: .*of a run with fp32",
     "layer_decay=0.9": r"layer_decay=0\.9: .*of a run with 1",
-    "optimizer=adamw_8bit": r"optimizer=adamw_8bit: .*holds the states of adamw",
+    "optimizer=adamw_8bit": r"optimizer=adamw_8bit: .*of a run with adamw",
     "lora.alpha=16": r"lora\.alpha=16: .*holds adapters with 8",
     "lora.rank=8": r"lora\.rank=8: .*holds adapters with 4",
     "lora.target_modules=q_proj": r"lora\.target_modules=q_proj: .*holds adapters with all-linear",
@@ -322,6 +323,13 @@ def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_
         assert "\n" not in str(refused.value) and ("leave" in str(refused.value) or "use " in str(refused.value))
     for change in ACCEPTED:
         check(change)
+    for other, said in (
+        (replace(recipe, lora=None), r"lora: .* holds all weights, without adapters; use the variant of that run"),
+        (replace(recipe, draft=Draft(enabled=True)), r"draft\.enabled=false: .* of a run with true; leave"),
+    ):
+        write_json(run.recipe, to_dict(other))
+        with pytest.raises(UserError, match=said):
+            check("max_steps=99")
 
 
 EDITS = {

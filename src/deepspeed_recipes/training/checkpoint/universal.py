@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from ...machine import children
@@ -118,21 +119,16 @@ def _check_file(recipe: Recipe, new: DeepSpeedFile, old: DeepSpeedFile, checkpoi
 
 
 def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
-    if recipe.draft != saved.draft:
-        raise UserError(
-            f"draft: {checkpoint} was written with {saved.draft}, not {recipe.draft}; leave draft.* unchanged."
-        )
-    if recipe.optimizer != saved.optimizer:
-        raise UserError(
-            f"optimizer={recipe.optimizer}: {checkpoint} holds the states of {saved.optimizer}; leave it unchanged."
-        )
+    drafts = ((name, getattr(recipe.draft, name), getattr(saved.draft, name)) for name in asdict(recipe.draft))
     settings = {
+        **{f"draft.{name}": (asked, held) for name, asked, held in drafts},
         "precision": (recipe.precision, saved.precision),
         "layer_decay": (recipe.layer_decay, saved.layer_decay),  # a group of states per layer, or one for all
         "model.train_vision": (recipe.model.train_vision, saved.model.train_vision),
         "model.new_tokens": (recipe.model.new_tokens, saved.model.new_tokens),
         "train": (recipe.train, saved.train),
         "freeze": (recipe.freeze, saved.freeze),
+        "optimizer": (recipe.optimizer, saved.optimizer),
     }
     for key, (asked, held) in settings.items():
         if asked != held:
@@ -140,6 +136,9 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
                 f"{key}={shown(asked)}: {checkpoint} holds weights and states of a run with {shown(held)}; leave it "
                 "unchanged, or start a new run without --resume."
             )
+    if (recipe.lora is None) != (saved.lora is None):
+        held = "adapters" if saved.lora else "all weights, without adapters"
+        raise UserError(f"lora: {checkpoint} holds {held}; use the variant of that run, or start a new one.")
     shape = ("rank", "alpha", "target_modules", "target_parameters", "modules_to_save")
     for name in (*shape, "dora", "rslora", "init", "plus_ratio"):
         now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
