@@ -168,7 +168,8 @@ def test_a_batch_script_says_what_was_given_or_is_refused(tmp_path, value):
     options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert [line.partition("=")[0] for line in options] == [
         *("#SBATCH --job-name", "#SBATCH --nodes", "#SBATCH --ntasks-per-node", "#SBATCH --gpus-per-node"),
-        *("#SBATCH --output", "#SBATCH --open-mode", "#SBATCH --signal", "#SBATCH --exclusive", "#SBATCH --requeue"),
+        *("#SBATCH --output", "#SBATCH --open-mode", "#SBATCH --signal", "#SBATCH --export"),
+        *("#SBATCH --exclusive", "#SBATCH --requeue"),
     ]
     done = subprocess.run(
         ["bash", "-s"], input=JOB + script, text=True, capture_output=True, cwd=tmp_path, encoding="utf-8",

@@ -326,6 +326,6 @@ def test_a_resumed_run_says_where_it_goes_on_and_whether_its_schedule_changed(
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "trainer_state.json").write_text('{"max_steps": 10}')
-    recipe = replace(pages.find("tiny", "full"), max_steps=steps, schedule=Schedule(kind=kind))
+    recipe = replace(pages.find("tiny", "full"), max_steps=steps, schedule=Schedule(kind=kind), eval_steps=1)
     training_run.say_updates(recipe, None, 2, checkpoint)
     assert capsys.readouterr().out == f"{steps} steps in all, from a stream\n{said}"
