@@ -187,7 +187,7 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     write_json(wider / "config.json", read_json(wider / "config.json") | {"hidden_size": 128})
     assert "its hidden_size is 128, and" in refusal(run, capsys, f"model.path={wider}", "--gpus", "2")
     assert "use a file with stage 2" in refusal(run, capsys, "deepspeed=zero3.json", "--gpus", "1")
-    assert "lora.rank=8" in refusal(run, capsys, "lora.rank=8", "--gpus", "2")
+    assert "lora: " in refusal(run, capsys, "lora.rank=8", "--gpus", "2")
     assert "of a run with adamw; leave" in refusal(run, capsys, "optimizer=adamw_8bit", "--gpus", "2")
     assert "draft.enabled=true" in refusal(run, capsys, "--draft", "--gpus", "2")
     assert "use layout.tensor=1" in refusal(run, capsys, "layout.tensor=2", "--gpus", "2")
