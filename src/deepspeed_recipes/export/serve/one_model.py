@@ -241,12 +241,13 @@ def app(name: str, trust_remote_code: bool = False) -> FastAPI:
         if newer is not None:
             body["max_tokens"] = newer
         number = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
-        stop = body.pop("stop", None) or []
+        stops = body.pop("stop", None) or []
+        stops = [stops] if isinstance(stops, str) else stops
         try:
-            found = await handler.handle_request(body | ({"stop": stop} if stop else {}), number)
+            found = await handler.handle_request(body | ({"stop": stops} if stops else {}), number)
         except (KeyError, TypeError, ValueError, TemplateError) as error:  # of messages, tools and templates
             raise HTTPException(400, f"the request cannot be answered: {type(error).__name__}: {error}") from error
-        return cut(found, [stop] if isinstance(stop, str) else stop) if stop else found
+        return cut(found, stops) if stops else found
 
     @answering.get("/v1/models")
     def models() -> dict[str, Any]:

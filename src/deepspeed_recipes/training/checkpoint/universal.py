@@ -119,9 +119,9 @@ def _check_file(recipe: Recipe, new: DeepSpeedFile, old: DeepSpeedFile, checkpoi
 
 
 def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
-    drafts = ((name, getattr(recipe.draft, name), getattr(saved.draft, name)) for name in asdict(recipe.draft))
+    draft = asdict(saved.draft)
     settings = {
-        **{f"draft.{name}": (asked, held) for name, asked, held in drafts},
+        **{f"draft.{name}": (asked, draft[name]) for name, asked in asdict(recipe.draft).items()},
         "precision": (recipe.precision, saved.precision),
         "layer_decay": (recipe.layer_decay, saved.layer_decay),  # a group of states per layer, or one for all
         "model.train_vision": (recipe.model.train_vision, saved.model.train_vision),
