@@ -539,6 +539,34 @@ def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys, 
     assert asked == {f"Basic {base64.b64encode(b'ada:a b').decode()}"}
 
 
+@pytest.mark.parametrize("busy", [2, 99])
+def test_a_busy_server_is_asked_again(busy):
+    asked: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append(429 if len(asked) % 2 else 503)
+            self.send_response(asked[-1] if len(asked) <= busy else 200)
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        there = client.Server(f"http://127.0.0.1:{server.server_port}", "m")
+        if busy < client.TRIES:
+            assert str(client.answers(there, [[{"role": "user", "content": "?"}]], {})[0]) == "yes"
+        else:
+            with pytest.raises(UserError, match="the server answered 429"):
+                client.answers(there, [[{"role": "user", "content": "?"}]], {})
+        server.shutdown()
+    assert len(asked) == min(busy + 1, client.TRIES)
+
+
 @pytest.mark.parametrize("key", ["secret\nx", "sécret"])
 def test_a_key_that_no_header_can_have_is_not_printed(key, whole, monkeypatch):
     monkeypatch.setenv(client.KEY, key)

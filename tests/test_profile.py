@@ -340,9 +340,10 @@ def test_ranks_of_several_hosts():
     assert window.ranks("all", 3, 1) == (0, 1, 2) and window.ranks("1, 0", 2, 2) == (0, 1)
 
 
-def test_the_words_of_nsight_systems(tmp_path, capsys):
+@pytest.mark.parametrize("asked", ["--nsys", "profile.nsys=true"])
+def test_the_words_of_nsight_systems(asked, tmp_path, capsys):
     run = RunFolder(tmp_path)
-    assert launch.main(["tiny", "full", "--nsys", "--dry-run", "--output-dir", str(tmp_path)]) == 0
+    assert launch.main(["tiny", "full", asked, "--dry-run", "--output-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{shlex.join(window.nsys_command(run))} ")
     assert window.nsys_command(run) == [
         *("nsys", "profile", "--trace=cuda,nvtx,osrt,cublas", "--sample=none", "--cpuctxsw=none"),

@@ -1,5 +1,6 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import tokenize
 from deepspeed_recipes.training.data.answers import generation_prompt, question
-from deepspeed_recipes.training.methods import preferences
+from deepspeed_recipes.training.methods import preferences, sft
 from deepspeed_recipes.training.methods.preferences import of_pairs
 from deepspeed_recipes.training.model.generate import generate
 from deepspeed_recipes.training.parallel import pipeline, scores
@@ -334,3 +335,22 @@ def test_preferences_are_means_over_all_pairs(alone):
 def test_the_rewards_of_pairs_are_logged_with_their_margin():
     found = of_pairs(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0]))
     assert found["rewards/margins"].tolist() == [2.0, -1.0] and found["rewards/accuracies"].tolist() == [True, False]
+
+
+def test_sample_questions_that_do_not_fit_are_named(tokenizer, capsys):
+    turns = conversation("Count to 3, please.", "1, 2, 3")["messages"]
+    long = conversation("Count. " * 40, "1, 2, 3")["messages"]
+    sequences = [sequence(tokenizer, one, sequence_length=512) for one in (long, turns, turns)]
+    opening, prompt = generation_prompt(tokenizer), len(question(sequences[1], ()).prompt)
+
+    def asked(count, longest, room):
+        recipe = small("a model", "unread", sequence_length=room, micro_batch_size=1)
+        data = replace(recipe.data, sample_answers=count, max_new_tokens=longest)
+        return sft.questions(replace(recipe, data=data), sequences, opening)
+
+    for count, room, sizes in ((3, 512, [3]), (3, 2 * (prompt + 40), [2]), (2, prompt + 40, [1, 1]), (3, 40, [])):
+        batches, longest = asked(count, 40, room)
+        assert longest == 40 and [len(batch) for batch in batches] == sizes
+        few = sum(sizes) < count
+        assert (f"data.sample_answers=3: {sum(sizes)} of the first" in capsys.readouterr().out) == few
+    assert asked(None, 96, 512)[1] == sft.LONGEST_SHOWN

@@ -131,6 +131,7 @@ def test_a_warm_up_longer_than_the_run_is_named():
         ({"keep_best": True}, "eval_steps=17: with 16 steps in all, the run is evaluated only before and after"),
         ({"eval_steps": None, "keep_best": True, "save_steps": 20}, "save_steps=20: with 16 steps in all, the run is"),
         ({"eval_steps": 16}, ""),
+        ({"eval_steps": 16, "on_spike": "stop", "logging_steps": 1}, "warning: on_spike=stop: needs 64 logged losses"),
         ({"eval_steps": None, "save_steps": 20}, ""),
     ],
 )

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,6 +22,8 @@ TIMEOUT = 600
 """Time limit of an answer, in seconds."""
 AT_ONCE = 8
 """Number of concurrent requests."""
+BUSY, TRIES = (429, 500, 502, 503, 504), 6
+"""Statuses after which a request is repeated, and how often it is sent: half a minute in all without a Retry-After."""
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key; without it no key is sent."""
 
@@ -205,23 +208,33 @@ def _unbroken(server: Server) -> Iterator[None]:
 
 
 def _request(address: str, path: str, body: JsonView | None) -> Any:
+    """Return the open answer; what a busy or restarting server refuses is asked again, at most `TRIES` times."""
+    for tried in range(1, TRIES + 1):
+        try:
+            return _ask_once(address, path, body)
+        except urllib.error.HTTPError as error:
+            if error.code not in BUSY or tried == TRIES:
+                text = " ".join(error.read(500).decode(errors="replace").split())[:200]
+                fix = f"; set {KEY} to its key" if error.code in (401, 403) else ""
+                raise UserError(f"{address}{path}: the server answered {error.code}: {text}{fix}") from None
+            wait = error.headers.get("Retry-After") or ""
+            time.sleep(min(60, float(wait) if wait.isdigit() else 2 ** (tried - 1)))
+        except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UserError(f"{address}: no answer ({reason}); is a server running there?") from None
+    raise AssertionError("the last try returns or raises")
+
+
+def _ask_once(address: str, path: str, body: JsonView | None) -> Any:
     headers = {"Content-Type": "application/json"}
     content = json.dumps(body).encode() if body is not None else None
-    try:
-        parts = urllib.parse.urlsplit(address)
-        if key := os.environ.get(KEY):
-            if not (key.isascii() and key.isprintable()):  # the error would print it
-                raise UserError(f"{KEY}: has characters that no header can have; set it to the server's key alone.")
-            headers["Authorization"] = f"Bearer {key}"
-        elif parts.username:  # urllib would take the name and the password for a part of the host's name
-            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
-            headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)
-    except urllib.error.HTTPError as error:
-        text = " ".join(error.read(500).decode(errors="replace").split())[:200]
-        fix = f"; set {KEY} to its key" if error.code in (401, 403) else ""
-        raise UserError(f"{address}{path}: the server answered {error.code}: {text}{fix}") from None
-    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise UserError(f"{address}: no answer ({reason}); is a server running there?") from None
+    parts = urllib.parse.urlsplit(address)
+    if key := os.environ.get(KEY):
+        if not (key.isascii() and key.isprintable()):  # the error would print it
+            raise UserError(f"{KEY}: has characters that no header can have; set it to the server's key alone.")
+        headers["Authorization"] = f"Bearer {key}"
+    elif parts.username:  # urllib would take the name and the password for a part of the host's name
+        pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)

@@ -206,9 +206,10 @@ def requested(options: LaunchOptions) -> Request:
         )
     if folder:
         run_folder.check_goes_on(folder, recipe)
-    if options.profile or options.nsys:
+    nsys = options.nsys or (recipe.profile.nsys and "profile.nsys" in keys)
+    if options.profile or nsys:
         steps = options.profile or recipe.profile.steps or window.AUTO
-        recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
+        recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=nsys))
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     for line in compatibility.unread(compatibility.Case(recipe), keys):

@@ -23,10 +23,10 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_jsonl
 from .. import distributed, upstream
 from ..console import say
-from ..data import collate
+from ..data import collate, updates
 from ..parallel.pipeline import stage
 
-WINDOW, DEVIATIONS = 128, 6
+WINDOW, DEVIATIONS = 2 * updates.SPIKE_LOGS, 6
 """Settings of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
 SKIPS = 10
 """Updates skipped in a row after which `on_nan=skip` ends the run: by then the model itself is beyond repair."""
@@ -121,7 +121,7 @@ class LossGuard(TrainerCallback):
                 f"warning: step {state.global_step}: the gradient norm is 0, so this update teaches the model nothing: "
                 f"{why}."
             )
-        enough = len(self.losses) >= WINDOW // 2
+        enough = len(self.losses) >= updates.SPIKE_LOGS
         if enough and logs["loss"] > statistics.fmean(self.losses) + DEVIATIONS * statistics.stdev(self.losses):
             numbers = sorted(set(distributed.items_of_all([number for seen in self.seen for number in seen.numbers])))
             where = (

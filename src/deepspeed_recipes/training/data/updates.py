@@ -16,6 +16,8 @@ FEW = (0.05, 500)
 """Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
 ENOUGH = 12
 """Fewest updates without a warning: with fewer a run learns little, since Adam spends its first on the warm-up."""
+SPIKE_LOGS = 64
+"""Logged losses with which `on_spike` compares the next one, at least."""
 
 GOOD = 50
 """Updates that `suited` aims at for small data."""
@@ -115,6 +117,11 @@ def unreached(recipe: Recipe, steps: int) -> list[str]:
     elif isinstance(every, int) and every > steps and (recipe.data.validation or recipe.data.validation_share):
         key = "eval_steps" if recipe.eval_steps else "save_steps"
         lines.append(f"{key}={every}: with {steps} steps in all, the run is evaluated only before and after training")
+    if recipe.on_spike != "warn" and steps <= SPIKE_LOGS * recipe.logging_steps:
+        lines.append(
+            f"warning: on_spike={recipe.on_spike}: needs {SPIKE_LOGS} logged losses to compare with, and {steps} steps "
+            f"with logging_steps={recipe.logging_steps} give fewer, so it never acts"
+        )
     return [line for line in lines if line]
 
 

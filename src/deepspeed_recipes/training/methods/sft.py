@@ -5,7 +5,7 @@ and accuracy and gathers them over all ranks at every step, which costs more tha
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from ...recipe.limits import tiles_loss
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
+from ..console import say
 from ..data import answers
 from ..data.collate import Collator
 from ..data.image_conversations import PictureCollator
@@ -105,27 +106,37 @@ def answer(trainer: RunTrainer, examples: Dataset) -> None:
     into a micro-batch.
     """
     recipe, tokenizer = trainer.context.recipe, trainer.processing_class
-    opening, room = answers.generation_prompt(tokenizer), recipe.micro_batch_size * recipe.sequence_length
-    count, longest = recipe.data.sample_answers, recipe.data.max_new_tokens
+    batches, longest = questions(recipe, examples, answers.generation_prompt(tokenizer))
+    ask, synced = _ask(trainer) if recipe.model.vision else None, dist.get_world_size() > 1
+    for asked in batches:
+        with _generating(trainer, _gathers(trainer), {"max_time": SECONDS}) as whole:
+            found = scores.answers(whole, tokenizer, asked, longest, synced, ask)
+        _store(trainer, [replace(one, text=f"{one.text} ...") if one.cut_off else one for one in found])
+
+
+def questions(recipe: Recipe, examples: Dataset, opening: Sequence[int]) -> tuple[list[list[answers.Question]], int]:
+    """Return the sample questions in batches that fit into a micro-batch's tokens, and the longest answer in tokens."""
+    room, longest = recipe.micro_batch_size * recipe.sequence_length, recipe.data.max_new_tokens
+    count = recipe.data.sample_answers
     if count is None:
         count, longest = SHOWN, min(longest, LONGEST_SHOWN)
-    batches: list[list[answers.Question]] = [[]]
-    left = room
-    for example in islice(examples, count + TRIED):
-        one = answers.question(example, opening)
+    found = [answers.question(example, opening) for example in islice(examples, count + TRIED)]
+    found = [one for one in found if one.answer and len(one.prompt) + longest <= room][:count]
+    if len(found) < min(recipe.data.sample_answers or 0, len(examples)):
+        say(
+            f"data.sample_answers={count}: {len(found)} of the first held-out examples are asked: the others have no "
+            f"answer, or exceed {room} tokens together with data.max_new_tokens={longest}"
+        )
+    batches: list[list[answers.Question]] = []
+    left = 0
+    for one in found:
         tokens = len(one.prompt) + longest
-        if not one.answer or tokens > room or sum(map(len, batches)) == count:
-            continue
         if tokens > left:
             batches.append([])
             left = room
         batches[-1].append(one)
         left -= tokens
-    ask, synced = _ask(trainer) if recipe.model.vision else None, dist.get_world_size() > 1
-    for asked in filter(None, batches):
-        with _generating(trainer, _gathers(trainer), {"max_time": SECONDS}) as whole:
-            found = scores.answers(whole, tokenizer, asked, longest, synced, ask)
-        _store(trainer, [replace(one, text=f"{one.text} ...") if one.cut_off else one for one in found])
+    return batches, longest
 
 
 def _gathers(trainer: RunTrainer) -> bool:
