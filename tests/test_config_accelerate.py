@@ -15,7 +15,8 @@ from deepspeed_recipes.recipe.project import CONFIGS
 from tests.versions import needs
 
 SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))
-DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 3}}
+DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+DEEPSPEED["deepspeed_config"] = {"zero_stage": 3, "zero3_save_16bit_model": True}
 FSDP = {"distributed_type": "FSDP", "num_processes": 2}
 GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 SAGEMAKER = {"compute_environment": "AMAZON_SAGEMAKER"}
@@ -163,6 +164,15 @@ MISTAKES = [
         with_deepspeed(zero_stage=2, zero3_save_16bit_model=True),
         *("deepspeed_config.zero3_save_16bit_model", "at stage 2", "false"),
     ),
+    *(
+        (with_deepspeed(zero_stage=3, zero3_save_16bit_model=saved), *expected)
+        for expected in [("deepspeed_config.zero3_save_16bit_model", "save_model writes no weights", "write true")]
+        for saved in (None, False, "false")
+    ),
+    (
+        with_deepspeed(zero_stage="2") | {"parallelism_config": parallel(sp=2)},
+        *("parallelism_config.parallelism_config_sp_size", "at stage 2 is 2 times too large", "zero_stage: 3"),
+    ),
     (GPUS | {"num_machines": "2"}, "num_machines", "not a whole number", "num_machines: 1"),
     (GPUS | {"fp8_config": {"backend": "TE"}}, "fp8_config", "without mixed_precision: fp8", "mixed_precision: fp8"),
     (GPUS | {"rdzv_backend": "c10d"}, "rdzv_backend", "from its command line", "--rdzv_backend c10d"),
@@ -306,6 +316,14 @@ def test_a_mistake_is_found_with_its_fix(found, content, key, what, fix):
     assert written is None or findings[0]["value"] in (None, written)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_json_is_checked_for_the_sequence_layout_of_the_yaml(found, size):
+    named = {"deepspeed_config": {"deepspeed_config_file": str(CONFIGS / "zero2.json")}}
+    status, (_, json_file) = found(DEEPSPEED | named | {"parallelism_config": parallel(sp=size, dp_shard=2 // size)})
+    assert [one["rule"] for one in json_file["findings"]] == ["sequence-parallel-below-stage-3"] * (size - 1)
+    assert status == size - 1
+
+
 @pytest.mark.parametrize("norm", [0, 0.0, "0", 1, "auto"])
 def test_a_norm_of_zero_switches_clipping_off(found, norm):
     assert found(with_deepspeed(gradient_clipping=norm))[1][0]["findings"] == []
@@ -392,7 +410,7 @@ def test_people_read_the_key_the_value_and_the_fix(tmp_path, capsys):
     file.write_text(yaml.safe_dump(with_deepspeed(zero_stge=2), sort_keys=False))
     assert check.main([str(file)]) == 1
     said = capsys.readouterr().out
-    assert f"{file}:5:3: error: deepspeed_config.zero_stge = 2: accelerate ignores this key" in said
+    assert f"{file}:6:3: error: deepspeed_config.zero_stge = 2: accelerate ignores this key" in said
     assert "    fix: write zero_stage" in said
 
 

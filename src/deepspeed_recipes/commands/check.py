@@ -20,7 +20,7 @@ from ..config.accelerate import lint as accelerate
 from ..config.lint import Report, ask_deepspeed, describe, judge
 from ..config.read import Document, Unreadable, Unwritable, located, parse, read
 from ..config.resolve import Numbers, Unresolvable, resolve
-from ..config.rule import Facts, Finding, hidden_size, model_config
+from ..config.rule import Config, Facts, Finding, hidden_size, model_config
 from ..config.rules import hf_trainer
 from ..recipe import files
 from ..recipe.errors import UserError
@@ -65,7 +65,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if json_file:  # the DeepSpeed file that accelerate's names, for its ranks
             ranks = document.value.get("num_processes")
             known = ranks if isinstance(ranks, int) and ranks > 0 else None
-            reports.append(check(str(json_file), replace(facts, world_size=facts.world_size or known), arguments))
+            shared = int(Config.of(document).number("parallelism_config", "parallelism_config_sp_size") or 1)
+            shared = max(shared, facts.sequence_parallel_size)
+            of_yaml = replace(facts, world_size=facts.world_size or known, sequence_parallel_size=shared)
+            reports.append(check(str(json_file), of_yaml, arguments))
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
     elif arguments.format == "sarif":

@@ -202,23 +202,32 @@ def referenced(config: Config, folder: Path) -> Path | None:
 
 
 def stage(config: Config, json: Config | None) -> Iterator[Hit]:
-    """Yield `zero3_init_flag` and offload keys that do not suit the stage; `json` is the DeepSpeed file."""
+    """Yield flags, offload keys and a sequence layout that do not suit the stage; `json` is the DeepSpeed file."""
     if str(config.get("distributed_type")).upper() != "DEEPSPEED" or not config.section(DEEPSPEED_KEYS):
         return
-    known = json.stage if json else config.number(DEEPSPEED_KEYS, "zero_stage")
-    known = 2 if known is None and json is None else known
+    named = config.get(DEEPSPEED_KEYS, "zero_stage")  # quoted, too: accelerate reads the text
+    known = json.stage if json else 2 if named is None else {"0": 0, "1": 1, "2": 2, "3": 3}.get(str(named))
+    if known is None:
+        return
     flag = (DEEPSPEED_KEYS, "zero3_init_flag")
     for one in (flag, (DEEPSPEED_KEYS, "zero3_save_16bit_model")):
-        if known is not None and known != 3 and config.on(*one):
-            yield Hit(one, True, f"has no effect at stage {known:g}", "write false", severity="warning")
+        if known != 3 and config.on(*one):
+            yield Hit(one, True, f"has no effect at stage {known}", "write false", severity="warning")
     if known == 3 and config.has(*flag) and not config.on(*flag):
         what = "every process loads the whole model before it is sharded"
         yield Hit(flag, False, what, "write true", severity="warning")
     if json:
         return
+    save, shared = (DEEPSPEED_KEYS, "zero3_save_16bit_model"), ("parallelism_config", "parallelism_config_sp_size")
+    if known == 3 and not config.on(*save):
+        what = "save_model writes no weights that transformers can load"
+        yield Hit(save, config.get(*save), what, "write true", severity="warning")
+    if known != 3 and (config.number(*shared) or 1) > 1:
+        what = f"every gradient at stage {known} is {config.number(*shared)} times too large"
+        yield Hit(shared, config.get(*shared), what, "write zero_stage: 3")
     param, optimizer = (DEEPSPEED_KEYS, "offload_param_device"), (DEEPSPEED_KEYS, "offload_optimizer_device")
     if known != 3 and config.get(*param) not in (None, "none"):
-        yield Hit(param, config.get(*param), f"has no effect at stage {known:g}", "write zero_stage: 3, or none")
+        yield Hit(param, config.get(*param), f"has no effect at stage {known}", "write zero_stage: 3, or none")
     if known == 0 and config.get(*optimizer) not in (None, "none"):
         yield Hit(optimizer, config.get(*optimizer), "has no effect at stage 0", "write zero_stage: 2, or none")
 
