@@ -250,6 +250,7 @@ SAID = {**CALL, "id": "1", "function": {"name": "add", "arguments": '{"first":1}
     ("wanted", "said", "right"),
     [
         ({"content": "Yes."}, {"content": " Yes.\n"}, True),
+        ({"content": "Yes."}, {"content": [{"type": "text", "text": "Yes."}]}, True),
         ({"content": "Yes."}, {"content": "<think>\n\n</think>\n\nYes."}, True),
         ({"content": "Yes."}, {"content": "Hm.\n</think>\n\nYes."}, True),
         ({"content": "Yes."}, {"content": "Yes.", "finish_reason": "length"}, False),

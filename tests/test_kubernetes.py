@@ -11,12 +11,14 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jinja2
 import jsonschema
@@ -449,6 +451,23 @@ def test_a_sagemaker_script_names_the_run_and_its_files(job):
     recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
     assert recipe.deepspeed == f"{cloud.RECIPE}/deepspeed.json"
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]
+
+
+def test_a_sagemaker_job_gets_the_secrets_that_are_named(job, monkeypatch):
+    sdk = {name: MagicMock() for name in ("boto3", "sagemaker")}
+    sdk |= {f"sagemaker.{name}": getattr(sdk["sagemaker"], name) for name in ("estimator", "inputs", "s3")}
+    for name, module in sdk.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    script = job("sagemaker") / "sagemaker_job.py"
+    main = runpy.run_path(str(script))["main"]
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setattr(sys, "argv", ["job", "--role", "r", "--check", "--secret", "HF_TOKEN"])
+    main()
+    assert sdk["sagemaker"].estimator.Estimator.call_args.kwargs["environment"]["HF_TOKEN"] == "hf_x"
+    assert "hf_x" not in script.read_text()
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(SystemExit, match="--secret HF_TOKEN: this variable is not set"):
+        main()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("sagemaker"), reason="no SageMaker SDK (pip install 'sagemaker<3')")

@@ -77,7 +77,10 @@ class Answer:
 
 def _parts(message: JsonView) -> tuple[str, str, list[Json]]:
     """Return a message's reasoning, text and tool calls; servers without a parser leave reasoning in the text."""
-    before, _, after = str(message.get("content") or "").rpartition("</think>")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content)
+    before, _, after = str(content).rpartition("</think>")
     inline = before.partition("<think>")[2] if "<think>" in before else before
     reasoning = next((message[name] for name in REASONING if message.get(name)), inline)
     calls = [call["function"] for call in message.get("tool_calls") or ()]
