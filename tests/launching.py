@@ -1,5 +1,7 @@
 """Train with DeepSpeed templates on two CPU ranks and read the engine's settings; run other projects' launchers."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -49,6 +51,19 @@ def run(command: list[str], folder: Path, timeout: int = 400, on_gpu: bool = Fal
             process.wait()
     assert process.returncode == 0, output[-3000:]
     return output
+
+
+def launched(*words: str) -> tuple[int, str]:
+    """Return the exit status and the output of `ds-recipes launch`, in this process."""
+    from deepspeed_recipes.commands import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = main.run("launch", [*words])
+        except SystemExit as end:  # argparse
+            status = int(end.code or 0)
+    return status, said.getvalue()
 
 
 def accelerate_launch(config: str, *arguments: str) -> list[str]:

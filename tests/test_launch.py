@@ -140,7 +140,7 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     assert summary["measured"] == {**nobody, "tokens_per_second": summary["tokens_per_second"]}
 
 
-def test_list_is_quick_and_imports_no_torch():
+def test_list_is_quick_and_imports_no_torch(capsys):
     code = (
         "import sys, time; sys.argv = ['launch.py', '--list', '--json']; start = time.perf_counter()\n"
         f"import runpy; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
@@ -161,7 +161,8 @@ def test_list_is_quick_and_imports_no_torch():
     (line,) = [line for line in entries if (line["recipe"], line["variant"]) == ("llama3-8b", "full")]
     assert line["parameters"] == 8_030_261_248 and line["config"] == "zero3.json"
     assert line["layout"] == {"tensor": 1, "pipeline": 1, "sequence": 1, "expert": 1}
-    text = launch("--list").stdout
+    launch_command.main(["--list"])
+    text = capsys.readouterr().out
     assert "llama3: " in text and "llama3: llama3" not in text and "  sizes         1b, 3b, 8b, 70b" in text
 
 
@@ -173,21 +174,21 @@ def test_a_closed_pipe_gets_no_traceback():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_dry_run_writes_nothing(tmp_path):
-    changes = ("lora.rank=8", "learning_rate=2e-3")
-    done = launch("tiny", "lora", "--dry-run", "full", "--output-dir", tmp_path / "run", *changes)
-    assert done.returncode == 0, done.stderr
-    text, _, command = done.stdout.rpartition("}\n")
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    words = ["tiny", "lora", "lora.rank=8", "learning_rate=2e-3", "--gpus", "2"]
+    assert launch_command.main([*words, "--dry-run", "full", "--output-dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    text, _, command = said.out.rpartition("}\n")
     recipe = json.loads(text + "}")
     assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
     assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
-    brief = launch("tiny", "lora", *changes, "--dry-run").stdout.splitlines()
+    scale, unchecked = said.err.splitlines()
+    assert scale.startswith("lora.rank=8: ")
+    assert unchecked.startswith("not checked by --dry-run: the examples in tokens,")
+    assert launch_command.main([*words, "--dry-run"]) == 0
+    brief = capsys.readouterr().out.splitlines()
     assert brief[:2] == ["lora.rank: 32 -> 8", "learning_rate: 0.004 -> 0.002"] and "deepspeed" in brief[2]
     assert not (tmp_path / "run").exists()
-    scale, unchecked = done.stderr.splitlines()
-    assert scale.startswith("lora.rank=8: ") and unchecked.startswith(
-        "not checked by --dry-run: the examples in tokens,"
-    )
 
 
 def test_dry_run_names_the_data_that_it_does_not_read(tmp_path, capsys):
@@ -217,8 +218,10 @@ def test_dry_run_names_the_data_that_it_does_not_read(tmp_path, capsys):
     assert "examples after the first 1,000 (read by the ranks)" in capsys.readouterr().err
 
 
-def test_two_launches_choose_different_ports():
-    ports = {re.search(r"--master_port (\d+)", launch("tiny", "full", "--dry-run").stdout)[1] for _ in range(2)}
+def test_two_launches_choose_different_ports(capsys):
+    for _ in range(2):
+        launch_command.main(["tiny", "full", "--dry-run"])
+    ports = set(re.findall(r"--master_port (\d+)", capsys.readouterr().out))
     assert len(ports) == 2 and "29500" not in ports
 
 

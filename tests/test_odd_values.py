@@ -1,7 +1,6 @@
 """Odd values of every override key, on the command line and in recipe.json: refused in a line, or what they say."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from deepspeed_recipes.recipe.project import program
 from deepspeed_recipes.recipe.recipe import Recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from tests import ROOT
+from tests.launching import launched
 from tests.tiers import tiered
 
 ODD = (
@@ -57,17 +57,7 @@ VARIANTS = (
     "reward",
 )
 KEYS = list(overrides.override_keys())
-
-
-def launch(*words: str) -> tuple[int, str]:
-    """Return the status and what `launch.py` prints for a dry run, in this process."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            status = main.run("launch", ["tiny", *words, "--gpus", "2", "--dry-run"])
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return status, said.getvalue()
+DRY = ("--gpus", "2", "--dry-run")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +92,7 @@ def test_an_odd_value_of_a_key_is_refused_in_a_line_or_taken(variant, tmp_path):
             assert from_dict(json.loads(json.dumps(to_dict(changed)))) == changed, key
     for key in chance.sample(KEYS, 8):
         for value in chance.sample(ODD, 2):
-            status, said = launch(variant, f"{key}={value}")
+            status, said = launched("tiny", variant, f"{key}={value}", *DRY)
             assert status in (0, 2), said
             if status:
                 check_refusal(said)
@@ -114,7 +104,7 @@ def test_every_odd_value_goes_through_the_launcher(key):
     method = key.partition(".")[0]
     variant = next((one for one in VARIANTS if one.partition("_")[0] == method), "lora")
     for value in ODD:
-        status, said = launch(variant, f"{key}={value}")
+        status, said = launched("tiny", variant, f"{key}={value}", *DRY)
         assert status in (0, 2), said
         if status:
             check_refusal(said)

@@ -4,8 +4,6 @@ import json
 import random
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -15,6 +13,7 @@ from deepspeed_recipes.commands.launch import options, translate
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.samples import TINY_MODEL
+from tests.launching import launched
 
 FACTORY = {
     "model_name_or_path": TINY_MODEL,
@@ -63,9 +62,14 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     entry = {"file_name": "ours.jsonl", "columns": {"prompt": "question", "response": "answer"}}
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    list_data(tmp_path, ours=entry)
     (tmp_path / "data" / "ours.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 40)
     return tmp_path
+
+
+def list_data(place, **entries):
+    """Write LLaMA-Factory's list of data sets."""
+    (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
 
 
 def written(place, values, name="theirs.yaml"):
@@ -79,8 +83,12 @@ def recipe_of(words):
     return overrides.apply(pages.find(read.recipe, read.variant), read.overrides)
 
 
+def translated(place, values, gpus=1):
+    return translate.translate(written(place, values), gpus)
+
+
 def command_of(values, place, gpus=1):
-    found = translate.translate(written(place, values), gpus)
+    found = translated(place, values, gpus)
     return found, recipe_of(translate.command_of(found))
 
 
@@ -90,7 +98,7 @@ def test_other_names_of_roles_become_data_roles(place):
         "formatting": "sharegpt",
         "tags": {"user_tag": "customer", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "text"},
     }
-    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    list_data(place, ours=entry)
     theirs = {"stage": "sft", "finetuning_type": "lora", "model_name_or_path": "Qwen/Qwen3-0.6B", "dataset": "ours"}
     _, recipe = command_of(theirs | {"template": "qwen3"}, place)
     assert (recipe.data.roles, recipe.data.columns) == ("customer:user", "text:content")
@@ -219,8 +227,8 @@ def test_keys_that_are_read_on_the_command_line_are_read_in_a_file(place):
     found = translate.translate(written(place, json.dumps(arguments | {"lora_r": 8, "lora_alpha": 32}), "a.json"), 1)
     assert (found.overrides["lora.rank"], found.overrides["lora.alpha"], found.adapter) == ("8", "32", "lora")
     assert {"temperature", "num_tokens"} <= found.missing.keys(), "a setting of GRPO, and an unknown one"
-    trl = yaml.safe_dump({"model_name_or_path": TINY_MODEL, "no_remove_unused_columns": True})
-    assert "remove_unused_columns" in translate.translate(written(place, trl), 1).off, "as TRL's own examples switch"
+    trl = {"model_name_or_path": TINY_MODEL, "no_remove_unused_columns": True}
+    assert "remove_unused_columns" in translated(place, trl).off, "as TRL's own examples switch"
 
 
 def test_saved_training_arguments_become_what_the_user_set(place):
@@ -284,7 +292,7 @@ def test_saved_arguments_of_trl_keep_their_method_and_its_defaults(place, kind, 
 )
 def test_methods_and_settings_of_llama_factory(place, change, variant, expected):
     values = FACTORY | change
-    found = translate.translate(written(place, values), 1)
+    found = translated(place, values)
     assert translate.command_of(found)[1] == variant
     assert found.overrides | expected == found.overrides
     assert found.translated["finetuning_type"] in ("all weights", "lora", "dora"), "as in the command"
@@ -296,8 +304,8 @@ def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):
     assert int(eight.overrides["global_batch_size"]) == 2 * int(alone.overrides["global_batch_size"])
     assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= eight.yours.keys()
     for values, key in ((AXOLOTL, "sequence_parallel_degree"), (TRL, "context_parallel_size")):
-        split = translate.translate(written(place, values | {key: 4}), 8)
-        whole = translate.translate(written(place, values), 2)
+        split = translated(place, values | {key: 4}, 8)
+        whole = translated(place, values, 2)
         assert split.overrides["layout.sequence"] == "4"
         assert split.overrides["global_batch_size"] == whole.overrides["global_batch_size"]
 
@@ -306,7 +314,7 @@ def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):
 @pytest.mark.parametrize("empty", [None, ""])
 def test_a_file_without_a_model_needs_one(place, values, empty):
     key = "base_model" if "base_model" in values else "model_name_or_path"
-    found = translate.translate(written(place, values | {key: empty}), 1)
+    found = translated(place, values | {key: empty})
     assert found.model == "MODEL" and key in found.missing["model"]
 
 
@@ -325,7 +333,7 @@ def test_a_file_without_a_model_needs_one(place, values, empty):
 )
 def test_values_of_another_type_are_named(place, values, said):
     with pytest.raises(UserError, match=said):
-        translate.translate(written(place, values), 1)
+        translated(place, values)
 
 
 @pytest.mark.parametrize(
@@ -337,37 +345,37 @@ def test_values_of_another_type_are_named(place, values, said):
     ],
 )
 def test_entries_of_another_type_are_named(place, entry, said):
-    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    list_data(place, ours=entry)
     with pytest.raises(UserError, match=said):
-        translate.translate(written(place, FACTORY), 1)
+        translated(place, FACTORY)
 
 
 def test_turns_have_the_system_prompts_that_their_list_names(place):
     (place / "data" / "ours.jsonl").write_text('{"conversations": [], "system": "Be brief."}')
     entry = {"file_name": "ours.jsonl", "formatting": "sharegpt"}
-    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
-    found = translate.translate(written(place, FACTORY), 1)
+    list_data(place, ours=entry)
+    found = translated(place, FACTORY)
     assert "system is in the file and not in its columns" in found.missing["dataset: ours"]
 
 
 def test_one_value_in_place_of_a_list_is_one(place):
-    found = translate.translate(written(place, AXOLOTL | {"adapter": None, "unfrozen_parameters": "^lm_head"}), 1)
+    found = translated(place, AXOLOTL | {"adapter": None, "unfrozen_parameters": "^lm_head"})
     assert found.overrides["train"] == "^(?:^lm_head)"
     sets = [{"path": "ours.jsonl", "roles": {"user": "customer"}, "chat_template_jinja": "{{ messages }}"}]
-    found = translate.translate(written(place, AXOLOTL | {"datasets": sets}), 1)
+    found = translated(place, AXOLOTL | {"datasets": sets})
     assert found.overrides["data.roles"] == "customer:user"
     assert any("at most 100 steps" in remark for remark in found.remarks)
-    found = translate.translate(written(place, AXOLOTL | {"warmup_steps": 3}), 1)
+    found = translated(place, AXOLOTL | {"warmup_steps": 3})
     assert not any("at most 100 steps" in remark for remark in found.remarks)
 
 
 def test_quoted_switches_are_true_in_llama_factory_and_refused(place):
     with pytest.raises(UserError, match='packing: "false" is text, which is true there'):
-        translate.translate(written(place, FACTORY | {"packing": "false"}), 1)
+        translated(place, FACTORY | {"packing": "false"})
 
 
 def test_a_deepspeed_file_that_is_not_here_is_taken_by_its_name_and_named(place):
-    found = translate.translate(written(place, FACTORY | {"deepspeed": "my_zero3.json"}), 1)
+    found = translated(place, FACTORY | {"deepspeed": "my_zero3.json"})
     assert found.overrides["deepspeed"] == "zero3.json"
     assert "deepspeed: my_zero3.json is not here; zero3.json is taken by its name" in found.remarks
 
@@ -490,7 +498,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
 )
 def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, expected):
     (place / "fsdp.json").write_text('{"offload_params": true}')
-    found = translate.translate(written(place, tool | change), 1)
+    found = translated(place, tool | change)
     assert found.overrides | expected == found.overrides
     assert not set(change) & {re.split(r"[.[]", name)[0] for name in found.missing}
     assert not any(became.endswith("=N") for became in found.translated.values())
@@ -514,7 +522,7 @@ def test_every_key_is_in_exactly_one_list(place, seed):
             usual = {"path": "ours.jsonl", "type": "chat_template", "message_property_mappings": {"role": "speaker"}}
             values[name] = [some([tools["axolotl_dataset"]], 4) | usual for _ in range(draw.choice([1, 2]))]
     try:
-        found = translate.translate(written(place, values), 1)
+        found = translated(place, values)
     except UserError as error:  # a number in words, for instance
         assert str(error).startswith(f"{place}/theirs.yaml: ")
         return
@@ -539,46 +547,39 @@ TAKEN = ("do_train", "fsdp_config", "trl")
 """Keys with tests of their own."""
 
 
-def launch(*words):
-    """Run `ds-recipes launch` in the current folder, and return its exit status and its output."""
-    command = [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
 def test_the_command_that_is_printed_runs(place):
-    status, printed = launch("--from", str(written(place, FACTORY)), "--gpus", "2", "max_steps=3")
+    status, printed = launched("--from", str(written(place, FACTORY)), "--gpus", "2", "max_steps=3")
     assert status == 0, printed
     words = shlex.split(printed.partition("\n\n")[2].partition("\n\n")[0].replace("\\\n", " "))
     assert words[-2:] == ["--gpus", "2"]
     assert "max_steps=3" in words
-    status, shown = launch(*words[words.index("tiny-3m") :], "--dry-run", "full")
+    status, shown = launched(*words[words.index("tiny-3m") :], "--dry-run", "full")
     assert status == 0 and '"rank": 8' in shown, shown
 
 
 def test_a_translation_is_kept_as_a_page(place):
     file = written(place, FACTORY)
-    status, shown = launch("--from", str(file), "--write", "ours.py", "max_steps=3")
+    status, shown = launched("--from", str(file), "--write", "ours.py", "max_steps=3")
     assert status == 0 and "written: ours.py" in shown, shown
-    status, shown = launch("./ours.py", "lora", "--dry-run", "full")
+    status, shown = launched("./ours.py", "lora", "--dry-run", "full")
     assert status == 0 and '"rank": 8' in shown and '"max_steps": 3' in shown, shown
     found = translate.translate(file, 1)
     wanted = recipe_of([*translate.command_of(found), "max_steps=3"])
     page = pages.find("./ours.py", "lora")
     assert replace(page, family=wanted.family, size=wanted.size, variant=wanted.variant, page="") == wanted
-    status, shown = launch("--from", str(file), "--write", "ours.py")
+    status, shown = launched("--from", str(file), "--write", "ours.py")
     assert status == 2 and "exists; choose a new name" in shown
-    status, shown = launch("tiny", "full", "--write", "other.py")
+    status, shown = launched("tiny", "full", "--write", "other.py")
     assert status == 2 and "only with --from FILE" in shown
     elsewhere = written(place, FACTORY | {"model_name_or_path": "us/ours"}, "elsewhere.yaml")
-    status, shown = launch("--from", str(elsewhere), "--write", "other.py")
+    status, shown = launched("--from", str(elsewhere), "--write", "other.py")
     assert status == 2 and "has no page to start from" in shown and not (place / "other.py").exists()
 
 
 def test_mixtures_of_data_sets_in_trls_files(place):
     common = {"model_name_or_path": TINY_MODEL, "model_revision": "main", "output_dir": "out", "eval_strategy": "steps"}
     mixer = {"dataset_mixer": {"a/b": 1.0, "a/c": 1.0}, "dataset_splits": ["train_prefs", "test_prefs"]}
-    found = translate.translate(written(place, common | mixer | {"beta": 0.1}), 1)
+    found = translated(place, common | mixer | {"beta": 0.1})
     given = {key: found.overrides[key] for key in ("data.path", "data.split", "data.validation")}
     assert given == {
         "data.path": "a/b,a/c",
@@ -587,26 +588,25 @@ def test_mixtures_of_data_sets_in_trls_files(place):
     }
     assert not found.missing and found.unneeded["model_revision"] == "it is the default"
     entries = [{"path": "two", "data_files": "a.jsonl"}, {"path": "json", "data_files": ["b.jsonl", "c.jsonl"]}]
-    found = translate.translate(written(place, common | {"datasets": [*entries, {"path": "d", "data_dir": "e"}]}), 1)
+    found = translated(place, common | {"datasets": [*entries, {"path": "d", "data_dir": "e"}]})
     assert found.overrides["data.path"] == "two/a.jsonl,b.jsonl,c.jsonl,d/e"
     entries = [{"id": "a/b", "config": "all", "split": "train", "weight": 0.5}, {"id": "a/c", "split": "part"}]
     mixture = {"dataset_mixture": {"datasets": entries, "test_split_size": 0.1}, "chat_template": "{{ messages }}"}
-    found = translate.translate(written(place, common | mixture), 1)
+    found = translated(place, common | mixture)
     assert (found.overrides["data.path"], found.overrides["data.validation_share"]) == ("a/b,a/c", "0.1")
     parts = {f"dataset_mixture.{name}" for name in ("weight", "config", "split")}
     assert {*found.missing} == {"chat_template", *parts}
 
 
 def test_columns_of_texts_and_of_system_prompts(place):
-    columns = {"ours": {"file_name": "train.jsonl", "columns": {"prompt": "text"}}}
-    (place / "data" / "dataset_info.json").write_text(json.dumps(columns))
-    found = translate.translate(written(place, FACTORY | {"stage": "pt"}), 1)
+    list_data(place, ours={"file_name": "train.jsonl", "columns": {"prompt": "text"}})
+    found = translated(place, FACTORY | {"stage": "pt"})
     assert (found.method, found.overrides.get("data.columns")) == ("pretrain", None)
     entry = {"path": "ours.jsonl", "type": "chat_template", "field_messages": "dialog", "field_system": "sys"}
-    found = translate.translate(written(place, AXOLOTL | {"datasets": [entry]}), 1)
+    found = translated(place, AXOLOTL | {"datasets": [entry]})
     assert found.overrides["data.columns"] == "dialog:messages,sys:system" and not found.missing
     mixture = {"model_name_or_path": TINY_MODEL, "output_dir": "out", "packing": True}
-    found = translate.translate(written(place, mixture), 1)
+    found = translated(place, mixture)
     translate.report(found, place / "theirs.yaml")
     assert [*found.missing] == ["dataset"], "the page's metric is for its own data"
 
@@ -619,14 +619,14 @@ def test_held_out_examples_that_the_user_gives_are_enough_for_the_best_step(plac
         "eval_steps": 5,
         "save_steps": 5,
     }
-    found = translate.translate(written(place, saved), 1)
+    found = translated(place, saved)
     assert "give keep_best=true" in found.missing["load_best_model_at_end"]
     found.give({"data.validation": "held_out.jsonl"})
     assert found.overrides["keep_best"] == "true" and "load_best_model_at_end" not in found.missing
 
 
 def test_what_the_launcher_would_refuse_is_said(place):
-    found = translate.translate(written(place, FACTORY | {"stage": "kto", "per_device_train_batch_size": 1}), 1)
+    found = translated(place, FACTORY | {"stage": "kto", "per_device_train_batch_size": 1})
     translate.report(found, place / "theirs.yaml")
     assert "use micro_batch_size=2 or more" in found.missing["the command"]
     common = {
@@ -635,7 +635,7 @@ def test_what_the_launcher_would_refuse_is_said(place):
         "dataset_name": "a/b",
         "accelerate_config": "zero3",
     }
-    assert translate.translate(written(place, common), 1).overrides["deepspeed"] == "zero3.json"
+    assert translated(place, common).overrides["deepspeed"] == "zero3.json"
 
 
 def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monkeypatch):
@@ -645,7 +645,7 @@ def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monk
         ("adamw_torch", "zero2_offload.json", "to the CPU; deepspeed=zero2.json does not"),
         ("adamw_8bit", "zero2.json", "which adamw_8bit cannot do here"),
     ):
-        found = translate.translate(written(place, given | {"optimizer": kind}), 1)
+        found = translated(place, given | {"optimizer": kind})
         assert found.overrides["deepspeed"] == ours and any(said in remark for remark in found.remarks)
     (place / "deepspeed_configs").mkdir()
     (place / "deepspeed_configs" / "zero2.json").write_text("{}")
@@ -702,8 +702,8 @@ def test_data_sets_with_other_columns_go_together(place, theirs, renamed, missin
         "ours": {"file_name": "train.jsonl", "columns": {"prompt": "ours"}},
         "theirs": {"file_name": "train.jsonl", "columns": theirs},
     }
-    (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
-    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,theirs"})), 1)
+    list_data(place, **entries)
+    found = translated(place, FACTORY | {"dataset": "ours,theirs"})
     assert found.overrides["data.columns"] == renamed
     said = found.missing.get("dataset.columns") or "\n".join(found.remarks)
     assert (missing or "global_batch_size") in said and len(found.missing) == (missing or "").startswith("'")
@@ -711,23 +711,23 @@ def test_data_sets_with_other_columns_go_together(place, theirs, renamed, missin
 
 def test_every_problem_of_a_data_set_is_named(place):
     entry = {"file_name": "train.jsonl", "subset": "fr", "num_samples": 9, "columns": {"videos": "clips"}}
-    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
-    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+    list_data(place, ours=entry)
+    found = translated(place, FACTORY | {"dataset": "ours"})
     for problem in ("subset: fr cannot be asked for", "num_samples: 9 cannot be asked for", "videos are not read"):
         assert problem in found.missing["dataset: ours"]
 
 
 def test_what_a_list_of_data_sets_says_is_used_or_named(place):
     entry = {"hf_hub_url": "us/ours", "split": "test_sft", "colums": {}}
-    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry, "more": {"file_name": "ours.jsonl"}}))
-    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+    list_data(place, ours=entry, more={"file_name": "ours.jsonl"})
+    found = translated(place, FACTORY | {"dataset": "ours"})
     assert found.overrides["data.split"] == "test_sft" and not found.missing
     assert "dataset_info.json: ours: not read: colums" in found.remarks
-    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,more"})), 1)
+    found = translated(place, FACTORY | {"dataset": "ours,more"})
     assert "split: test_sft cannot be asked for" in found.missing["dataset: ours"]
     (place / "data" / "dataset_info.json").write_text('{"ours": {"file_name": "a"}, "ours": {"file_name": "b"}}')
     with pytest.raises(UserError, match=r"dataset_info\.json: not JSON .the key 'ours' twice"):
-        translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+        translated(place, FACTORY | {"dataset": "ours"})
     with pytest.raises(UserError, match=r"theirs\.json: not valid JSON: the key 'stage' twice"):
         translate.translate(written(place, '{"stage": "sft", "stage": "pt"}', "theirs.json"), 1)
 
@@ -745,19 +745,19 @@ def test_what_a_list_of_data_sets_says_is_used_or_named(place):
 )
 def test_what_is_on_by_default_there_is_not_off_as_here(place, values, key, said):
     theirs = FACTORY if key.startswith(("freeze", "warmup")) else TRL
-    found = translate.translate(written(place, yaml.safe_dump({**theirs, **values})), 1)
+    found = translated(place, {**theirs, **values})
     assert said in found.missing[key] and key not in found.off
 
 
 def test_reasoning_columns_and_the_best_checkpoint_are_translated(place):
     theirs = FACTORY | {"enable_thinking": False, "save_strategy": "best"}
-    found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+    found = translated(place, theirs)
     assert found.overrides["data.thinking"] == "strip" and "keep_best=true" in found.yours["save_strategy"]
     assert "save_steps" not in found.overrides
-    found = translate.translate(written(place, yaml.safe_dump(TRL | {"dataset_text_field": "body"})), 1)
+    found = translated(place, TRL | {"dataset_text_field": "body"})
     assert found.overrides["data.columns"] == "body:text"
     (place / "data" / "ours.jsonl").write_text('{"question": "1?", "answer": "2", "input": "x", "system": "y"}\n')
-    found = translate.translate(written(place, yaml.safe_dump(FACTORY)), 1)
+    found = translated(place, FACTORY)
     for field in ("input", "system"):
         assert f"{field} is in the file and not in its columns" in found.missing["dataset: ours"]
 
@@ -766,17 +766,12 @@ def test_columns_and_tags_of_held_out_data_count_too(place):
     tags = {"observation_tag": "result", "function_tag": "ask", "role_tag": "from", "user_tag": "customer"}
     held = {"file_name": "ours.jsonl", "formatting": "sharegpt", "columns": {"messages": "chat"}, "tags": tags}
     entries = {"ours": {"file_name": "ours.jsonl", "columns": {"prompt": "question"}}, "held": held}
-    (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
-    found = translate.translate(
-        written(place, yaml.safe_dump(FACTORY | {"dataset": "ours", "eval_dataset": "held"})), 1
-    )
+    list_data(place, **entries)
+    found = translated(place, FACTORY | {"dataset": "ours", "eval_dataset": "held"})
     assert found.overrides["data.columns"] == "question:instruction,chat:conversations" and not found.missing
     assert found.overrides["data.roles"] == "customer:user,result:tool,ask:function_call"
-    theirs = FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}
-    assert (
-        "hqq: base weights"
-        in translate.translate(written(place, yaml.safe_dump(theirs)), 1).missing["quantization_method"]
-    )
+    found = translated(place, FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"})
+    assert "hqq: base weights" in found.missing["quantization_method"]
 
 
 @pytest.mark.parametrize(
@@ -790,7 +785,7 @@ def test_columns_and_tags_of_held_out_data_count_too(place):
 )
 def test_steps_of_warm_up_count_before_their_share_as_in_transformers(place, values, warmup, ignored):
     theirs = {name: value for name, value in FACTORY.items() if "warmup" not in name} | values
-    found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+    found = translated(place, theirs)
     assert found.overrides["schedule.warmup"] == warmup
     assert [name for name, why in found.unneeded.items() if why.endswith(" counts")] == [ignored] * bool(ignored)
 
@@ -799,7 +794,7 @@ def test_steps_of_warm_up_count_before_their_share_as_in_transformers(place, val
 def test_two_names_of_a_setting_have_to_agree(place, names):
     for values, clash in (((4, 4), False), ((4, 8), True)):
         theirs = FACTORY | dict(zip(names, values, strict=True))
-        found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+        found = translated(place, theirs)
         assert any("another key of the file sets" in why for why in found.missing.values()) == clash
 
 
@@ -807,7 +802,7 @@ def test_anchors_are_read(place):
     text = (
         "base: &base\n  path: ours.jsonl\n  type: alpaca\nbase_model: x\ndatasets:\n  - <<: *base\n    split: train\n"
     )
-    assert translate.translate(written(place, text), 1).overrides["data.path"] == "ours.jsonl"
+    assert translated(place, text).overrides["data.path"] == "ours.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -823,7 +818,7 @@ def test_anchors_are_read(place):
 def test_words_around_a_file_that_are_wrong(place, words, message):
     written(place, FACTORY, "lora_sft.yaml")
     written(place, FACTORY | {"model_name_or_path": "us/ours", "learning_rate": "fast"}, "elsewhere.yaml")
-    status, shown = launch(*words)
+    status, shown = launched(*words)
     assert status == 2 and message in shown and "Traceback" not in shown
 
 
