@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig, Gemma2Config
 
 from deepspeed_recipes.commands import shrink as command
 from deepspeed_recipes.export import shrink
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_STUDENT, TINY_TEACHER
+
+WINDOW, WHOLE = "sliding_attention", "full_attention"
 
 
 def test_layers_are_evenly_spaced_with_the_first_and_the_last():
@@ -70,6 +72,18 @@ def test_a_model_without_an_intermediate_size_keeps_its_width(tmp_path):
     shrink.shrink(str(tmp_path / "teacher"), tmp_path / "student", 2, None)
     student, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student", output_loading_info=True)
     assert student.config.num_hidden_layers == 2 and not loaded["missing_keys"] and not loaded["unexpected_keys"]
+
+
+def test_layers_keep_their_kind_where_no_list_names_it(tmp_path):
+    """Gemma 2's published config.json says nothing of it: every second layer attends to a window."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma2Config(**sizes, head_dim=8, num_hidden_layers=5, vocab_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    file = tmp_path / "teacher" / "config.json"
+    write_json(file, {name: value for name, value in read_json(file).items() if name != "layer_types"})
+    assert AutoConfig.from_pretrained(file.parent).layer_types == [WINDOW, WHOLE, WINDOW, WHOLE, WINDOW]
+    shrink.shrink(str(file.parent), tmp_path / "student", 3, None)
+    assert AutoConfig.from_pretrained(tmp_path / "student").layer_types == [WINDOW, WINDOW, WINDOW]
 
 
 def test_fused_gates_are_cut_in_both_halves():

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ..machine import children
 from ..recipe.errors import UserError, first_line
-from ..recipe.files import JsonView, text_of
+from ..recipe.files import Json, JsonView, text_of
 from ..recipe.layout import per_layer
 from ..training.export import move
 from ..training.model_folder import complete, weights
@@ -88,8 +88,9 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     state = _with_layers(source, state, sizes["num_hidden_layers"], kept)
     if width < (sizes.get("intermediate_size") or 0):
         state = _narrowed(source, state, width)
-    listed = per_layer(sizes, sizes["num_hidden_layers"])  # lists with an entry per layer
-    changed = {**sizes, **{name: [sizes[name][number] for number in kept] for name in listed}}
+    stated = {**_computed_kinds(folder), **sizes}
+    listed = per_layer(stated, sizes["num_hidden_layers"])  # lists with an entry per layer
+    changed = {**sizes, **{name: [stated[name][number] for number in kept] for name in listed}}
     changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
     config = config | {"text_config": changed} if sizes is not config else changed
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +126,20 @@ def _chosen(source: str, sizes: JsonView, layers: int | None, intermediate: int 
     if not 1 <= intermediate <= width:
         raise UserError(f"--intermediate {intermediate}: the model's is {width}; choose a number from 1 to {width}.")
     return kept, intermediate
+
+
+def _computed_kinds(folder: Path) -> Json:
+    """Return the lists that say of what kind each layer is, if layers differ, as transformers computes them.
+
+    Configurations such as Gemma 2's have no list: every second layer attends to a window. By the numbers of the smaller
+    model other layers would.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError):  # explained when the result is loaded
+        return {}
+    found = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
+    return {name: kinds for name, kinds in found.items() if kinds and len({*kinds}) > 1}
 
 
 def _count(state: Mapping[str, torch.Tensor]) -> int:
