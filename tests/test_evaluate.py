@@ -263,7 +263,7 @@ SAID = {**CALL, "id": "1", "function": {"name": "add", "arguments": '{"first":1}
     ],
 )
 def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path, monkeypatch, wanted, said, right):
-    """The server gets the tools and everything before the last answer that is learned, in OpenAI's form."""
+    """The server gets everything before the last answer that is learned and what the chat template reads."""
     address, handler = server
     asked = []
 
@@ -275,20 +275,23 @@ def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path
     monkeypatch.setattr(handler, "do_POST", answer)
     before = [
         {"role": "user", "content": "Go."},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "Er."},
         {"role": "tool", "content": "2"},
     ]
     after = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "No.", "train": False}, before[0]]
     turns = [*before, {"role": "assistant", **wanted}, *after]
     file = tmp_path / "tools.jsonl"
-    file.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+    file.write_text(json.dumps({"messages": turns, "tools": TOOLS, "enable_thinking": False}) + "\n")
     found = score.of(Server(address, "parrot"), read(None, file, "exact_match", None))
     assert found.sums == [right] and found.cut_off == ("finish_reason" in said)
     (request,) = asked
-    assert request["tools"] == TOOLS and len(request["messages"]) == 3
+    assert request["tools"] == TOOLS and request["chat_template_kwargs"] == {"enable_thinking": False}
+    assert len(request["messages"]) == 3
     call, result = request["messages"][1:]
     assert call["tool_calls"][0]["function"]["arguments"] == '{"first": 1}'
-    assert call["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert call["tool_calls"][0]["id"] == result["tool_call_id"] and call["reasoning_content"] == "Er."
+    score.of(Server(address, "parrot"), read(None, file, "exact_match", None, ["data.thinking=strip"]))
+    assert "reasoning_content" not in asked[1]["messages"][1]
 
 
 def test_examples_without_a_learned_answer_are_left_out(tmp_path, capsys):

@@ -97,21 +97,21 @@ def _read(arguments: object) -> Any:
 
 
 def answers(
-    server: Server, conversations: Sequence[Turns], options: JsonView, tools: Sequence[object] | None = None
+    server: Server, conversations: Sequence[Turns], options: JsonView, own: Sequence[JsonView] | None = None
 ) -> list[Answer]:
     """Return the answers to conversations in this project's format, in their order.
 
-    `options` are the protocol's, and `tools` those that the model may call in each conversation.
+    `options` are the protocol's, and `own` those of each conversation, such as its tools; empty ones are not sent.
     """
 
-    def answer(turns: Turns, offered: object) -> Answer:
-        asked = {**options, **({"tools": offered} if offered else {})}
+    def answer(turns: Turns, more: JsonView) -> Answer:
+        asked = {**options, **{name: value for name, value in more.items() if value}}
         with _complete(server, _as_protocol(turns), asked, stream=False) as reply, _unbroken(server):
             choice = _read_reply(server, reply.read())["choices"][0]
             return Answer(choice["message"], choice.get("finish_reason") == "length")
 
     with ThreadPoolExecutor(AT_ONCE) as waiting:
-        return list(waiting.map(answer, conversations, tools or [None] * len(conversations)))
+        return list(waiting.map(answer, conversations, own or [{}] * len(conversations)))
 
 
 def _as_protocol(turns: Turns) -> list[Json]:

@@ -81,15 +81,18 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
             f"{model.address}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
         )
     asked: list[list[Json]] = []
+    own: list[Json] = []
     expected: list[Json] = []
+    thinking = held_out.recipe.data.thinking
     for example in held_out.examples:
-        turns = example["messages"]
+        turns = stripped(example["messages"]) if thinking == "strip" else example["messages"]
         last = max(at for at, turn in enumerate(turns) if is_learned(turn))
         asked.append(turns[:last])
+        own.append({"tools": example["tools"], "chat_template_kwargs": example.get("options")})
         # The expected answer has its reasoning, to compare it with the server's, only if training teaches reasoning.
-        expected += [turns[last]] if held_out.recipe.data.thinking == "learn" else stripped([turns[last]])
+        expected += [turns[last]] if thinking == "learn" else stripped([turns[last]])
     options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
-    answers = server.answers(model, asked, options, [example["tools"] for example in held_out.examples])
+    answers = server.answers(model, asked, options, own)
     right = [answer.right(wanted) for answer, wanted in zip(answers, expected, strict=True)]
     return _shares(right, [str(answer) for answer in answers], sum(one.cut_off for one in answers))
 
