@@ -338,14 +338,15 @@ def ran(folder: Path) -> str:
     ("name", "path"),
     tiered(product(SCRIPTS, (None, str(ROOT))), lambda case: case[1] is None or case[0] in ("launch", "plan")),
 )
-def test_a_script_runs_none(name, path, folder):
+def test_the_help_of_a_script_teaches_and_runs_none_and_imports_no_torch(name, path, folder):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = [sys.executable, ROOT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]
+    words = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{SCRIPTS[name]}.py", "--help"]
     done = subprocess.run(
         words, cwd=folder, env=environment | ({"PYTHONPATH": path} if path else {}), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert ran(folder) == ""
+    assert ran(folder) == "" and "argparse" in done.stderr and not re.search(r"\|\s+torch$", done.stderr, re.MULTILINE)
+    assert "    ds-recipes " in done.stdout and len(done.stdout.splitlines()) > 10
 
 
 @pytest.mark.parametrize("path", [":", ".", f":{ROOT}", f"{ROOT}::", "../{}"])

@@ -123,18 +123,14 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
         pages.find("Qwen/Qwen3-8B", "lora")
 
 
-@pytest.mark.parametrize(("family", "size", "variant"), VARIANTS)
-def test_every_variant_is_a_recipe_with_a_first_line(family, size, variant):
-    recipe = pages.find(f"{family}-{size}", variant)
-    assert isinstance(recipe, Recipe)
-    assert recipe.name == f"{family}-{size}-{variant}"
-    about = pages.about(pages.variant(pages.page(family), variant))
-    assert about.endswith(".") and len(about) > 20
-
-
-def test_every_variants_data_can_be_read():
-    recipes = [pages.find(f"{family}-{size}", variant) for family, size, variant in VARIANTS]
-    kinds = {(str(recipe.data), recipe.method): recipe for recipe in recipes}
+def test_every_variant_is_a_recipe_with_a_first_line_and_data_that_can_be_read():
+    kinds = {}
+    for family, size, variant in VARIANTS:
+        recipe = pages.find(f"{family}-{size}", variant)
+        assert isinstance(recipe, Recipe) and recipe.name == f"{family}-{size}-{variant}"
+        about = pages.about(pages.variant(pages.page(family), variant))
+        assert about.endswith(".") and len(about) > 20, recipe.name
+        kinds[str(recipe.data), recipe.method] = recipe
     assert len(kinds) >= 4
     for recipe in kinds.values():
         preflight.check_data(paths.locate(recipe))
@@ -445,12 +441,12 @@ def test_a_page_inherits_what_it_does_not_leave_out():
         assert stated.keys() <= INHERITED.keys() and not any(hasattr(module, name) for name in stated), "no dead entry"
 
 
-@pytest.mark.parametrize(("family", "name", "reason"), LEFT_OUT)
-def test_the_reason_is_printed_when_a_variant_that_is_left_out_is_asked_for(family, name, reason):
-    size = next(iter(pages.page(family).SIZES))
-    with pytest.raises(UserError) as raised:
-        pages.find(f"{family}-{size}", name)
-    assert str(raised.value) == f"{family} has no {name}: {reason}." and len(reason) > 20
+def test_the_reason_is_printed_when_a_variant_that_is_left_out_is_asked_for():
+    for family, name, reason in LEFT_OUT:
+        size = next(iter(pages.page(family).SIZES))
+        with pytest.raises(UserError) as raised:
+            pages.find(f"{family}-{size}", name)
+        assert str(raised.value) == f"{family} has no {name}: {reason}." and len(reason) > 20
 
 
 def test_a_page_overrides_a_variant_and_leaves_one_out(tmp_path):
