@@ -1,5 +1,6 @@
 """What people ask the planner: how long, for how much, on what, how many, how long a sequence."""
 
+import argparse
 import io
 import json
 import re
@@ -25,6 +26,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
 from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training.data import updates
 from tests import ROOT
 
 EIGHT = ("--gpu", "p5.48xlarge")
@@ -106,6 +108,31 @@ def test_steps_and_data_say_how_much_too(answer, tmp_path):
     assert thrice["hours"] == pytest.approx(3 * once["hours"])
     fifth = answer(*words, "epochs=1", "data.max_examples=4")["plans"][0]
     assert fifth["hours"] == pytest.approx(once["hours"] / 5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sample", "times", "sequences"),
+    [
+        ("dpo_lora", "preferences", 1, 1900),
+        ("kto_lora", "judged", 2, 1900),
+        ("lora", "extract", 1, 5700),
+        ("grpo", "extract", 8, 8 * 5700),
+    ],
+)
+def test_unpacked_examples_are_counted_as_the_run_counts_them(variant, sample, times, sequences):
+    """By their tokens in full sequences, a run of 120 steps would have 4; 5 % of the examples are held out."""
+    page = model_recipe.find("llama3-8b", variant)
+    data = replace(page.data, path=str(SAMPLES / sample / "train.jsonl"), validation=None, validation_share="auto")
+    recipe = replace(page, data=data, epochs=2.0, packing=False)
+    best = search(plan_request(recipe, cluster("H100", 8))).best
+    flags = {"price": [], "examples": None, "example_tokens": None, "tokens": None}
+    work = workload.workload(argparse.Namespace(**flags), recipe, {"data.path"})
+    assert work.tokens == pytest.approx(2 * times * workload.tokens_of(recipe)[0])
+    assert work.steps(best) == updates.in_all(recipe, sequences)
+    flags |= {"examples": "1k", "example_tokens": "100"}
+    work = workload.workload(argparse.Namespace(**flags), recipe, set())
+    assert work.tokens == 2 * times * 100_000
+    assert work.steps(best) == updates.in_all(recipe, 8000 if variant == "grpo" else 1000)
 
 
 def test_short_documents_in_long_sequences_attend_to_less(answer, tmp_path, capsys):
@@ -219,7 +246,7 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
     ("words", "said"),
     [
         (("llama3-8b", *EIGHT), "full, 64 sequences of 4,096 tokens per step, on 8 x H100"),
-        (("llama3-8b", "dpo_lora", *EIGHT), " pairs of sequences of "),
+        (("llama3-8b", "dpo_lora", *EIGHT), " examples of 2 x 2,048 tokens per step"),
         (("llama3-8b", "--gpu", "H100", "--gpus", "3"), "global_batch_size was raised from 64 to 66, so that"),
         (("qwen3-0.6b", "grpo", "--gpu", "H100", "--gpus", "3"), "global_batch_size was raised from 64 to 72, so that"),
         (
@@ -229,7 +256,7 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
         (("llama3-8b", "grpo", "--gpu", "A100-80GB"), "Speeds are for training only"),
         (
             ("qwen3-8b", "--gpu", "4090", "--host-memory", "0"),
-            "Other methods, in tokens/s/GPU and memory: --method lora: ",
+            "Other methods without splitting the model, in tokens/s/GPU and memory: --method lora: ",
         ),
         (
             ("llama3-405b", *EIGHT, "--nodes", "8", "layout.tensor=8", "layout.pipeline=8", "--explain"),
@@ -248,6 +275,7 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
             "the cheapest known node with enough of them is --gpu g4dn.xlarge",
         ),
         (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "100M"), " steps; loading"),
+        (("qwen3-4b", "dpo_lora", "--gpu", "H100", "--tokens", "1M"), " steps if all sequences are full; loading, pad"),
         (
             ("Qwen3-4B", "lora", "--gpu", "H100", "--tokens", "1M"),
             "sequences are too few to learn much from",

@@ -176,17 +176,14 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if not pages.is_own_model(recipe):
         yield f"Data, rates and batch are from {pages.typed(recipe)}, the nearest recipe: check them."
     if (each := plan.memory.checkpoint_gib) > COUNTS.large_checkpoint:
-        kept = recipe.keep_checkpoints
-        yield f"Each checkpoint takes {each:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
+        yield f"Each checkpoint takes {each:,.0f} GiB on disk; keep_checkpoints={recipe.keep_checkpoints} are kept."
     if not cluster.on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > COUNTS.waits:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."
         )
     if machine := cluster.machine:
-        others = "whatever was not measured is from datasheets"
-        if cluster.on_cpus:
-            others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
+        others = "each GPU here is a CPU rank" if cluster.on_cpus else "the other rates are from datasheets"
         yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
         if machine.spread > UNEVEN:
             yield f"Its speed varied by {machine.spread:.0%} while it was measured, so the range of speeds is wider."
@@ -226,10 +223,11 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     if in_words(fast) != in_words(slow):
         yield f"By the range of speeds it takes {in_words(fast)} to {in_words(slow)}."
     about, how = ("about ", f" ({workload.about})") if workload.about else ("", "")
-    padding = "" if recipe.packing else ", and neither is padding (packing is off)"
+    left_out = f"loading{', writing answers' * isinstance(recipe.method, Grpo)}{', padding' * (not recipe.packs)}"
+    full = "" if recipe.packs or workload.examples else " if all sequences are full"
     yield (
         f"Hours are for training {about}{workload.tokens:,.0f} tokens{how}, in "
-        f"{counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
+        f"{counted(workload.steps(plan), 'step')}{full}; {left_out} and checkpoints are not included."
     )
     if hours < COUNTS.short_run:
         loading = COUNTS.start + plan.memory.checkpoint_gib / COUNTS.drive / 60
@@ -257,8 +255,8 @@ def asked(request: PlanRequest) -> str:
     name = f"{recipe.model.path} ({parameters})"
     if pages.is_own_model(recipe):
         name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
-    what = "pairs of sequences" if recipe.method.sequences == 2 else "sequences"
-    step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
+    what = "sequences of" if recipe.method.sequences == 1 else f"examples of {recipe.method.sequences} x"
+    step = f"{recipe.global_batch_size} {what} {recipe.sequence_length:,} tokens per step"
     return f"{name}, {recipe.variant}, {step}"
 
 

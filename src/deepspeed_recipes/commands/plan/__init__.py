@@ -135,7 +135,8 @@ def _remarks(
         gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
         least = f" on {arguments.nodes} nodes or more" if arguments.nodes > 1 else ""  # fewer were not tried
         yield f"The fewest GPUs that finish within {in_words(wanted)}{least}: {gpus}, in {in_words(taken)}{late}."
-    if work and (steps := work.steps(result.best)) < updates.ENOUGH:
+    known = work and (work.examples or result.best.recipe.packs)  # otherwise short examples make more steps
+    if work and known and (steps := work.steps(result.best)) < updates.ENOUGH:
         made = f"{steps} step{'s' * (steps > 1)} of {result.best.recipe.global_batch_size} sequences"
         yield (
             f"{made} {'are' if steps > 1 else 'is'} too few to learn much from: use a smaller global_batch_size, more "

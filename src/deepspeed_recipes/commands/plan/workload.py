@@ -13,7 +13,7 @@ from ...planning.hardware.instances import prices
 from ...planning.search.plans import Workload
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.methods import Grpo
+from ...recipe.methods import Grpo, Kto
 from ...recipe.recipe import Recipe, names
 from ...training.data import text_files, updates
 from ...training.data.forms import formats
@@ -34,7 +34,7 @@ HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     """Return the amount of training, or None if neither the command line nor a key that the user has set gives it."""
-    known = prices(arguments.price)
+    known, (times, why) = prices(arguments.price), _passes(recipe)
     if arguments.examples or arguments.example_tokens:
         if not (arguments.examples and arguments.example_tokens):
             raise UserError("--examples and --example-tokens: give both, such as --examples 50k --example-tokens 500.")
@@ -48,22 +48,41 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
                 f"{recipe.sequence_length} tokens are left out; give --sequence-length {math.ceil(length)}."
             )
         epochs = f"{recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
-        about = f"{examples:,.0f} examples of {length:,.0f} tokens, {epochs}"
-        return Workload(examples * length * recipe.epochs, recipe.epochs, known, about, length)
+        about = f"{examples:,.0f} examples of {length:,.0f} tokens{why}, {epochs}"
+        sequences = None if recipe.packs else examples * _answers(recipe)
+        return Workload(examples * length * times * recipe.epochs, recipe.epochs, known, about, length, sequences)
     if arguments.tokens is not None:
         both = [key for key in ("epochs", "max_steps") if key in keys]
         if both:
             raise UserError(f"--tokens {arguments.tokens} and {both[0]}=...: give one of them.")
         return Workload(tokens(arguments.tokens), prices=known)
     if recipe.max_steps and "max_steps" in keys:
-        each = recipe.global_batch_size * recipe.sequence_length * recipe.method.sequences
-        return Workload(recipe.max_steps * each, 1.0, known, f"{recipe.max_steps:,} steps")
+        sequences = recipe.max_steps * recipe.global_batch_size
+        trained = sequences * recipe.sequence_length * recipe.method.sequences
+        return Workload(trained, 1.0, known, f"{recipe.max_steps:,} steps", examples=sequences)
     if "data.path" in keys or "epochs" in keys:
         per_token = _characters_per_token(recipe)
         counted, attended = tokens_of(recipe, per_token)
-        about = f"{per_token:.2g} characters per token"
-        return Workload(recipe.epochs * counted, recipe.epochs, known, about, attended)
+        about = f"{per_token:.2g} characters per token{why}"
+        size = None if recipe.packs else size_of(recipe)
+        sequences = size.documents if size else None
+        return Workload(recipe.epochs * counted * times, recipe.epochs, known, about, attended, sequences)
     return None
+
+
+def _answers(recipe: Recipe) -> int:
+    """Return the sequences of an epoch per example: GRPO writes several answers to each, and may reuse them."""
+    method = recipe.method
+    return method.group_size * method.iterations if isinstance(method, Grpo) else 1
+
+
+def _passes(recipe: Recipe) -> tuple[int, str]:
+    """Return how often the tokens of an example pass through the model in an epoch, and a remark on it."""
+    if isinstance(recipe.method, Grpo):
+        return (times := _answers(recipe)), f", {times} answers to each"
+    if isinstance(recipe.method, Kto):
+        return 2, ", each once more with another's answer, for the KL"
+    return 1, ""
 
 
 def tokens(text: str, flag: str = "--tokens") -> float:
@@ -132,8 +151,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     left = 1 - (min(share, most / examples) if asked == "auto" else asked)
     documents = max(1, math.ceil(examples * left))
     counted = math.ceil(left * sum(length * times for length, times in lengths) / per_token * examples / total)
-    if isinstance(recipe.method, Grpo):  # a sequence is an answer
-        documents *= recipe.method.group_size * recipe.method.iterations
+    documents *= _answers(recipe)
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
     estimated = large or any(map(text_files.is_columnar, files))
     return updates.Size(examples, documents, max(1, min(sequences, documents)), counted, estimated)

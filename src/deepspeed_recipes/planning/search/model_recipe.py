@@ -67,12 +67,9 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     """Return the recipe that trains a model with a method, with the model's dimensions.
 
     A model without a page borrows that of the nearest architecture and size (`nearest`): data, rates and batch are a
-    starting point. If the architecture differs, attention and chat template are not borrowed.
-
-    Args:
-        name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
-        method: a variant of the model's page, or of the nearest page if the model has none.
-        to_launch: transformers must load the model itself as a decoder, not only one with the same layers.
+    starting point. If the architecture differs, attention and chat template are not borrowed. `name` is
+    `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder; with `to_launch`
+    transformers must load the model itself as a decoder, not only one with the same layers.
     """
     config = config_of(name)
     if config is None:

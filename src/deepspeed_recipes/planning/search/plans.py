@@ -290,10 +290,14 @@ class Workload:
     """How the number of tokens was determined, if the user did not give it."""
     document_length: float | None = None
     """As in `TrainingSetup`; None if the data was not read."""
+    examples: float | None = None
+    """Number per epoch if they are known and not packed."""
 
     def steps(self, plan: Plan) -> int:
         """Return the number of optimizer steps; the last of an epoch may be smaller."""
-        return math.ceil(self.epochs * math.ceil(self.tokens / self.epochs / plan.setup.tokens_per_step))
+        full = self.tokens / self.epochs / plan.setup.tokens_per_step
+        each = self.examples / plan.recipe.global_batch_size if self.examples else full
+        return math.ceil(self.epochs * math.ceil(each))
 
     def hours(self, plan: Plan) -> float:
         """Return the hours of training; loading, evaluation and checkpoints are not included."""

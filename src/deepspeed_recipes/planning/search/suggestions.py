@@ -156,7 +156,7 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
             offloads = plan.setup.offload_optimizer != "none"
             parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host if offloads else ''}")
     if parts:
-        yield f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}."
+        yield f"Other methods without splitting the model, in tokens/s/GPU and memory: {'; '.join(parts)}."
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
