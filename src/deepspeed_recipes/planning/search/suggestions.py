@@ -147,16 +147,15 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
             )
     if recipe.variant not in METHODS or request.cluster.gpus > COUNTS.few_gpus or not pages.is_own_model(recipe):
         return
-    parts, whole = [], {"layout.tensor", "layout.pipeline", "layout.expert"}
+    parts = []
     for name in METHODS:
         other = with_method(request, name) if name != recipe.variant else None
-        # Searching with whole matrices and layers on each GPU takes a tenth of the time.
-        if plan := other and search(replace(other, fixed=other.fixed | whole)).best:
+        if plan := other and search(other).best:
             host = f" with {plan.memory.host_gib:,.0f} GiB of host memory"
             offloads = plan.setup.offload_optimizer != "none"
             parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host if offloads else ''}")
     if parts:
-        yield f"Other methods without splitting the model, in tokens/s/GPU and memory: {'; '.join(parts)}."
+        yield f"Other methods with this batch, in tokens/s/GPU and memory: {'; '.join(parts)}."
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
