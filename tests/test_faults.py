@@ -153,7 +153,7 @@ def restarted(run):
     """Do what the launcher does between two attempts, here and on Ray."""
     outcomes = iter([Outcome(REWIND, None, False), Outcome(0, None, False)])
     status = restarts.run_with_restarts(run_folder.read_recipe(run), run, 2, 1, lambda _: next(outcomes), lambda: 2)
-    assert status == 0
+    assert status == 143  # the run has not finished
 
 
 def by_torchrun(run):

@@ -455,7 +455,7 @@ def test_the_schedule_follows_the_new_length(ranks, tmp_path, model_folder, conv
 def test_a_stopped_run_is_no_success_for_a_shell(tmp_path):
     run, recipe = RunFolder(tmp_path), pages.find("tiny", "full")
     write_json(run.summary, {"stopped": True, "steps": 3})
-    for stopped, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)):
+    for stopped, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 143)):  # 0: a rank got it
         outcome = restarts.Outcome(0, None, stopped)
         assert restarts.run_with_restarts(recipe, run, 2, 0, lambda _, ended=outcome: ended, lambda: 2) == status
     write_json(run.summary, {"stopped": False, "steps": 9})
