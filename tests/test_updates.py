@@ -340,6 +340,12 @@ def test_every_schedule_is_that_of_transformers(name):
     assert len(set(theirs(name))) > 1 or name == "constant"
 
 
+def test_a_warm_up_that_begins_above_zero_is_a_share_of_the_runs_own_steps():
+    recipe = replace(pages.find("tiny", "full"), schedule=Schedule("cosine_warmup_with_min_lr", 0.2, min_rate=0.1))
+    assert [rate_schedule(recipe, 10)(step) for step in range(3)] == pytest.approx([0.5, 1, 0.9657], abs=1e-4)
+    assert updates.warmup(recipe, 10) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     tiered(
@@ -370,6 +376,17 @@ def test_a_warm_up_longer_than_the_run_has_a_rate_everywhere():
         shape = rate_schedule(replace(pages.find("tiny", "full"), schedule=Schedule(name, 50)), 4)
         rates = [shape(step) for step in range(5)]
         assert all(0 < rate <= 1 for rate in rates[:4]), (name, rates, schedule)
+
+
+@pytest.mark.parametrize(("warmup", "decay", "left"), [(2, 50, 7), (0, 9, 8), (0.5, 0.8, 4)])
+def test_a_fall_longer_than_the_run_begins_at_the_full_rate(warmup, decay, left):
+    recipe = replace(pages.find("tiny", "full"), eval_steps=None, global_batch_size=16)
+    recipe = replace(recipe, max_steps=STEPS, schedule=Schedule("warmup_stable_decay", warmup, decay=decay))
+    shape = rate_schedule(recipe, STEPS)
+    falling = [shape(step) for step in range(STEPS - left, STEPS)]
+    assert falling[0] == 1 and falling == sorted(set(falling), reverse=True)
+    (line,) = updates.left_out(recipe, size(128, 128))
+    assert f"schedule.decay={decay}: a fall of " in line and "falls as soon as the warm-up ends" in line
 
 
 def test_every_name_of_transformers_is_taken_or_refused_with_a_reason():

@@ -210,8 +210,8 @@ class Schedule:
     `constant` has no warm-up; `warmup_stable_decay` (also `wsd`) falls at the end."""
     warmup: Annotated[float, Bounds(least=0, steps=True)] = 0.03
     """Share of the steps during which the learning rate rises, from above zero to the full rate in the last of them; 1
-    or more is their number. transformers starts at zero: a share counts one step more here, so that both reach the full
-    rate at the same one."""
+    or more is their number. transformers starts at zero, with a step that is left out here; a share is of all steps and
+    this one."""
     min_rate: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Share of the learning rate to which `cosine_with_min_lr`, `cosine_warmup_with_min_lr`, `polynomial` and
     `warmup_stable_decay` fall; the warm-up of the last one also begins there."""
@@ -220,7 +220,8 @@ class Schedule:
     power: Annotated[float, Bounds(above=0)] = 1.0
     """Exponent of `polynomial`; 1 is a straight line."""
     decay: Annotated[float, Bounds(above=0, steps=True)] = 0.1
-    """Share of the steps, at the end, during which `warmup_stable_decay` falls; 1 or more is a number of steps."""
+    """Share of the steps, at the end, during which `warmup_stable_decay` falls; 1 or more is a number of steps. If the
+    run has fewer, it falls as soon as the warm-up ends."""
     decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """Shape of the fall of `warmup_stable_decay`."""
     timescale: Annotated[int | None, Bounds(least=1)] = None

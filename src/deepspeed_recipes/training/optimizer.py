@@ -17,6 +17,7 @@ from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 from . import distributed
 from .console import say
+from .data import updates
 from .model.load import whole_shape
 
 
@@ -91,13 +92,9 @@ def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
     both the first update and the last one learn: a run of a single step trains at the full rate.
     """
     chosen, kind = recipe.schedule, recipe.schedule.kind
-    first = 1 if chosen.warmup and kind not in ("constant", "cosine_warmup_with_min_lr") else 0
+    first, warmup = int(updates.starts_at_zero(chosen)), updates.warmup(recipe, steps)
+    decay, rate = updates.phase(chosen, chosen.decay, steps), recipe.learning_rate
     steps += first
-
-    def number(share: float) -> int:
-        return int(share) if share >= 1 else math.ceil(steps * share)
-
-    rate = recipe.learning_rate
     options: dict[str, Json] = {
         "cosine_with_restarts": {"num_cycles": chosen.cycles},
         "cosine_with_min_lr": {"min_lr_rate": chosen.min_rate},
@@ -105,13 +102,12 @@ def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
         "polynomial": {"lr_end": chosen.min_rate * rate, "power": chosen.power},
         "inverse_sqrt": {"timescale": chosen.timescale},
         "warmup_stable_decay": {
-            "num_decay_steps": number(chosen.decay),
+            "num_decay_steps": min(decay, max(1, steps - warmup)),  # a longer fall would begin at a low rate
             "min_lr_ratio": chosen.min_rate,
             "decay_type": chosen.decay_type,
         },
     }
     of_one_weight = torch.optim.SGD([torch.zeros(1)], lr=rate)  # all groups have one shape, whatever their rates are
-    warmup = number(chosen.warmup)
     if kind == "polynomial":  # transformers divides by the number of steps that remain
         warmup = min(warmup, steps - 1)
     found = get_scheduler(kind, of_one_weight, warmup, steps, options.get(kind))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ...recipe.errors import counted
 from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
-from ...recipe.recipe import PerEpoch, Recipe, changed
+from ...recipe.recipe import PerEpoch, Recipe, Schedule, changed
 
 FEW = (0.05, 500)
 """Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
@@ -68,12 +68,20 @@ def in_steps(recipe: Recipe, size: Size | None) -> Recipe:
     return replace(recipe, save_steps=number(recipe.save_steps) or 0, eval_steps=number(recipe.eval_steps))
 
 
+def starts_at_zero(schedule: Schedule) -> bool:
+    """Return whether transformers' warm-up begins at a rate of 0, a step that `rate_schedule` leaves out."""
+    return schedule.warmup > 0 and schedule.kind not in ("constant", "cosine_warmup_with_min_lr")
+
+
+def phase(schedule: Schedule, share: float, steps: int) -> int:
+    """Return the number of steps of the warm-up or of the fall; `share` is a share of all steps, or the number."""
+    return int(share) if share >= 1 else math.ceil((steps + starts_at_zero(schedule)) * share)
+
+
 def warmup(recipe: Recipe, steps: int) -> int:
-    """Return the first update at the full learning rate (`RunHooks.create_scheduler`), or 0 without a warm-up."""
-    share = recipe.schedule.warmup
-    if recipe.schedule.kind == "constant" or not share:
-        return 0
-    return int(share) if share >= 1 else math.ceil((steps + 1) * share)
+    """Return the first update at the full learning rate, or 0 without a warm-up."""
+    schedule = recipe.schedule
+    return 0 if schedule.kind == "constant" else phase(schedule, schedule.warmup, steps)
 
 
 def table(recipe: Recipe, size: Size) -> list[str]:
@@ -108,7 +116,7 @@ def left_out(recipe: Recipe, size: Size) -> list[str]:
 
 def unreached(recipe: Recipe, steps: int) -> list[str]:
     """Return warnings about what lies behind a run's last step: the full rate, evaluations, an early stop."""
-    lines, patience, every = [long_warmup(recipe, steps)], recipe.early_stopping, recipe.steps_between_evaluations
+    lines, patience, every = [too_long(recipe, steps)], recipe.early_stopping, recipe.steps_between_evaluations
     if patience and isinstance(every, int) and patience * every >= steps:
         lines.append(
             f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it can; "
@@ -125,14 +133,21 @@ def unreached(recipe: Recipe, steps: int) -> list[str]:
     return [line for line in lines if line]
 
 
-def long_warmup(recipe: Recipe, steps: int) -> str | None:
-    """Return a warning about a warm-up that is longer than the run's `steps`, or None."""
-    if (rising := warmup(recipe, steps)) <= steps:
-        return None
-    return (
-        f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
-        f"the run has {steps}, so it never reaches {recipe.learning_rate:g}; use schedule.warmup=0.1."
-    )
+def too_long(recipe: Recipe, steps: int) -> str | None:
+    """Return a warning about a warm-up, or a fall after it, that is longer than the run's `steps`, or None."""
+    schedule, rising = recipe.schedule, warmup(recipe, steps)
+    if rising > steps:
+        return (
+            f"warning: schedule.warmup={schedule.warmup:g}: the learning rate rises for {rising} updates and "
+            f"the run has {steps}, so it never reaches {recipe.learning_rate:g}; use schedule.warmup=0.1."
+        )
+    fall, left = phase(schedule, schedule.decay, steps), steps + starts_at_zero(schedule) - rising
+    if schedule.kind == "warmup_stable_decay" and fall > left:
+        return (
+            f"warning: schedule.decay={schedule.decay:g}: a fall of {fall} updates is longer than the run, which has "
+            f"{steps}, so the learning rate falls as soon as the warm-up ends; use schedule.decay=0.1."
+        )
+    return None
 
 
 def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
