@@ -1,12 +1,14 @@
 """Control tokens in what people wrote are text, in every template; an answer's tokens are those of transformers."""
 
 import json
+import re
 
 import pytest
 import torch
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from deepspeed_recipes.recipe.errors import UserError
@@ -112,7 +114,7 @@ def test_an_answer_has_the_tokens_that_transformers_gives_it(name):
     """Special tokens that somebody has added for the model to write, and the template's own."""
     tokenizer = tokenizer_with(name)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<act>"]}, replace_extra_special_tokens=False)
-    for said in ("<act>go", f"Yes.{tokenizer.eos_token}", attack(tokenizer)):
+    for said in ("<act>go", f"Yes.{tokenizer.eos_token} No.", attack(tokenizer)):
         turns = [*TURNS[:3], {"role": "assistant", "content": said}]
         template, _ = chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
         usual = tokenizer.apply_chat_template(turns, chat_template=template, return_dict=True)["input_ids"]
@@ -190,6 +192,20 @@ def test_raw_text_has_the_tokens_that_transformers_gives_it_and_one_end():
     assert tokenizer.convert_tokens_to_ids("<fim>") in cut[0] and [one.count(end) for one in cut] == [1, 1, 1]
     tokenizer.eos_token = None
     assert tokenize._texts(recipe, tokenizer)({"text": texts[:2]})["input_ids"] == [one[:-1] for one in cut[:2]]
+    tokenizer.eos_token, around = "<|end|>", [("<|bos|>", tokenizer.bos_token_id), ("<|end|>", end)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|bos|> $A <|end|>", special_tokens=around)
+    for found in tokenize._texts(recipe, tokenizer)({"text": ["<|bos|>a<|end|>", "a"]})["input_ids"]:
+        assert found == [tokenizer.bos_token_id, *tokenizer("a", add_special_tokens=False)["input_ids"], end]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_an_answer_that_ends_as_the_template_ends_it_is_refused(name):
+    tokenizer = tokenizer_with(name)
+    end = tokenizer.decode(chat_templates.ends_of_turn(small(TINY_MODEL, "unread"), tokenizer)[0])
+    for at in (1, 3):
+        turns = [*TURNS[:at], TURNS[at] | {"content": f"Yes.{end}\n"}, *TURNS[at + 1 :]]
+        with pytest.raises(UserError, match=f"writes {re.escape(end)} after turn {at + 1} .*, which ends with"):
+            trained(tokenizer, turns, None)
 
 
 @can_mark

@@ -334,14 +334,18 @@ def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Calla
 
 
 def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
-    length, end = recipe.sequence_length, tokenizer.eos_token_id
+    length, begin, end = recipe.sequence_length, tokenizer.bos_token_id, tokenizer.eos_token_id
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         """Return documents, cut; special tokens in them stay tokens, as in plain transformers."""
         cut: dict[str, list[object]] = {"input_ids": [], "labels": [], "forgets": []}
         for tokens in tokenizer(batch["text"], verbose=False)["input_ids"]:
-            if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
-                tokens = [*tokens, end]
+            # Some tokenizers add these tokens themselves, also to a text that has them.
+            while begin is not None and tokens[:2] == [begin] * 2:
+                tokens = tokens[1:]
+            while end is not None and tokens[-1:] == [end]:
+                tokens = tokens[:-1]
+            tokens = tokens if end is None else [*tokens, end]
             for start in range(0, len(tokens), length):
                 piece = tokens[start : start + length]
                 cut["input_ids"].append(piece)

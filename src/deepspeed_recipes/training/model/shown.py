@@ -38,6 +38,8 @@ TAGS = re.compile(r"(</?think>)")
 """Tags whose content templates move or drop."""
 PRINTED = re.compile(r"""['"]type['"]: ['"]text['"], ['"]text['"]: ['"]zq""")
 """A list of content parts that a template has printed, where it should print their texts."""
+AT_END = re.compile(r"<[^<>\s]+>$")
+"""A token at the end of an answer, as data has it that was written for a tool without chat templates."""
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 """The mark in a template before a text that the assistant writes."""
 
@@ -123,6 +125,19 @@ def shown(
             "model.chat_template"
         )
     found = [_in_form(form, turn) for turn in turns]
+    for number, turn in enumerate(turns):
+        said = str(turn.get("content") or "").rpartition("</think>")[2].strip()  # templates move what is before it
+        if prompt or turn["role"] != "assistant" or not (end := AT_END.search(said)):
+            continue
+        text = tokenizer.apply_chat_template(
+            found[: number + 1], tools, chat_template=template, tokenize=False, **(options or {})
+        )
+        _, said, after = text.rpartition(said)
+        if said and end[0] in after:
+            raise UserError(
+                f"it writes {end[0]} after turn {number + 1} (assistant), which ends with {end[0]} itself, so the "
+                "model would learn two of them; remove it from the data"
+            )
     if not GENERATION.search(template):  # each beginning is rendered too, and must match the whole
         for number in forgotten:
             found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
