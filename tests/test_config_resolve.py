@@ -387,6 +387,13 @@ def test_an_argument_that_training_arguments_cannot_have_is_refused(tmp_path, ca
     assert ended.value.code == 2 and f"{word}: must be " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("pair", hf_trainer.EXCLUSIVE)
+def test_arguments_that_exclude_each_other_are_refused(tmp_path, pair):
+    words = [word for name in pair for word in ("--argument", f"{name}=true") if name != "deepspeed"]
+    with pytest.raises(UserError, match=f"{pair[0]} and {pair[1]} exclude each other"):
+        check.main([str(tmp_path / "c.json"), *words])
+
+
 @pytest.mark.parametrize(("told", "stops"), [({"adam_beta1": 0.8}, True), ({"adam_beta2": 0.999}, False), ({}, False)])
 def test_one_of_two_betas_is_enough_to_stop(told, stops):
     config = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}

@@ -31,6 +31,10 @@ from .main import Parser
 def main(words: Sequence[str] | None = None) -> int:
     """Check every file and return the exit status."""
     arguments = parser().parse_intermixed_args(words)
+    given: dict[str, object] = {"deepspeed": (arguments.trainer or "hf") == "hf", **dict(arguments.argument)}
+    for pair in hf_trainer.EXCLUSIVE:
+        if all(map(given.get, pair)):
+            raise UserError(f"--argument: {' and '.join(pair)} exclude each other in TrainingArguments; leave one out.")
     facts = Facts(
         trainer=arguments.trainer or "hf",
         world_size=arguments.world_size,

@@ -121,6 +121,13 @@ _COMPARED = {
 """Keys whose fixed values the Trainer compares with arguments (transformers 5.22.2, `HfTrainerDeepSpeedConfig`)."""
 ARGUMENTS = tuple(sorted({word for names in _COMPARED.values() for word in re.findall(r"\w+_\w+|[bf][pf]?16", names)}))
 """The TrainingArguments that are compared."""
+EXCLUSIVE = (
+    ("fp16", "bf16"),
+    ("fp16_full_eval", "bf16_full_eval"),
+    ("deepspeed", "fsdp"),
+    ("save_only_model", "load_best_model_at_end"),
+)
+"""TrainingArguments with which transformers stops if both are set, the last two with DeepSpeed."""
 _WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabled"))
 """Keys that cause no warning while the arguments are unknown: most configs fix their precision."""
 
