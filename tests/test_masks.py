@@ -6,6 +6,7 @@ Runs that take turns: one computes while the others stand still, to the end, and
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -256,6 +257,28 @@ def test_an_export_stops_at_what_ends_the_turn_in_the_loss(tmp_path, model_folde
     generate.stop_at(model, *chat_templates.ends_of_turn(recipe, tokenizer))
     wanted = {*before, tokenizer.convert_tokens_to_ids(end)}
     assert {*generate.ends(model, tokenizer)} == wanted and (len(wanted) > len(before)) == (end == "</a>")
+
+
+SAID = "{% generation %}{{ turn.content }}<|end|>{% endgeneration %}"
+READ = "{% else %}{{ turn.content }}<|end|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        (SAID, "what the user says"),
+        ("{% if turn.role == 'user' or loop.last %}" + SAID + READ, "what the user says"),
+        ("{% if loop.last %}" + SAID + READ, "only the last answer"),
+        ("{% if turn.role == 'assistant' %}" + SAID + READ, None),
+    ],
+)
+def test_marks_that_hold_questions_or_leave_answers_out_are_refused(template, refused):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    tokenizer.chat_template = f"{{% for turn in messages %}}{template}{{% endfor %}}"
+    accepted = {None: ("assistant", "last", "all"), "only the last answer": ("last", "all")}.get(refused, ("all",))
+    for loss_on in ("assistant", "last", "all"):
+        with nullcontext() if loss_on in accepted else pytest.raises(UserError, match=f"marks put {refused}"):
+            chat_templates.marker(small(TINY_MODEL, "unread", loss_on=loss_on), tokenizer)
 
 
 AFTER_CALLS = {

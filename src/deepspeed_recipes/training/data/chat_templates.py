@@ -121,6 +121,7 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Cal
     template = training_template(tokenizer)
     if template is not None:
         ends_of_turn(recipe, tokenizer)
+        _check_marks(recipe, tokenizer, template)
         return template, partial(_by_template, tokenizer, template)
     question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
     try:
@@ -134,6 +135,34 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Cal
             "copy of it, and name that file: model.chat_template=FILE."
         ) from None
     return tokenizer.chat_template, partial(_by_rendering, tokenizer)
+
+
+def _check_marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Refuse a template whose marks hold a question, or leave out an answer that is not the last."""
+    if recipe.loss_on == "all":
+        return
+    turns = [{"role": role, "content": f"{role} {at}"} for at in "ab" for role in ("user", "assistant")]
+    try:
+        turns = shown(tokenizer, template, turns).turns
+        chat, spans = with_spans(tokenizer, template, control_tokens(tokenizer, template), turns, None)
+    except (UserError, TemplateError, NotImplementedError, TypeError, ValueError):
+        return  # it refuses this conversation
+    learned = "".join(chat[first:last] for first, last in spans)
+    if "user a" in learned or "user b" in learned:
+        raise UserError(
+            f"{_named(recipe)}: the chat template's marks put what the user says into the loss.\nWrite "
+            "{% generation %} ... {% endgeneration %} around the assistant's turns only."
+        )
+    if "assistant b" in learned and "assistant a" not in learned and recipe.loss_on == "assistant":
+        raise UserError(
+            f"{_named(recipe)}: the chat template's marks put only the last answer into the loss.\nWrite "
+            "{% generation %} ... {% endgeneration %} around every answer, or set loss_on=last."
+        )
+
+
+def _named(recipe: Recipe) -> str:
+    own = recipe.model.chat_template not in ("auto", "chatml")
+    return f"model.chat_template={recipe.model.chat_template}" if own else f"model.path={recipe.model.path}"
 
 
 def ends_of_turn(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -167,12 +196,10 @@ def ends_of_turn(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int
     end = last(answer)
     if end is None or end not in tokenizer.get_added_vocab().values():
         if marks and recipe.method.packs and answer:
-            own = recipe.model.chat_template not in ("auto", "chatml")
-            where = f"model.chat_template={recipe.model.chat_template}" if own else f"model.path={recipe.model.path}"
             raise UserError(
-                f"{where}: the assistant's turn has no control token at its end in the loss, so the model would not "
-                "learn to stop.\nWrite the token that ends the turn inside {% generation %} ... {% endgeneration %}; "
-                "if the tokenizer does not have it as one token, add model.new_tokens=TOKEN."
+                f"{_named(recipe)}: the assistant's turn has no control token at its end in the loss, so the model "
+                "would not learn to stop.\nWrite the token that ends the turn inside {% generation %} ... "
+                "{% endgeneration %}; if the tokenizer does not have it as one token, add model.new_tokens=TOKEN."
             )
         return []
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
