@@ -29,6 +29,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.arguments import deepspeed_config
 from deepspeed_recipes.training.checkpoint import universal
+from deepspeed_recipes.training.model import transforms
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.parallel import expert
 from tests import ROOT
@@ -246,6 +247,20 @@ def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixtur
     assert {key: first[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     before, after = (read_json(folder / "config.json") for folder in (mixture(family), run.export))
     assert all(after[key] == before[key] for key in ("router_aux_loss_coef", "output_router_logits"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_padding_is_not_balanced(mixture, family):
+    """As transformers leaves it out by an attention mask."""
+    model = AutoModelForCausalLM.from_pretrained(mixture(family))
+    tokens, lengths = torch.arange(3, 27).view(2, 12), torch.tensor([[12] * 12, [3] * 3 + [0] * 9])
+    batch = {"input_ids": tokens, "labels": tokens, "output_router_logits": True}
+    expected = model(**batch, attention_mask=(lengths > 0).long()).aux_loss
+    unmasked = model(**batch).aux_loss
+    transforms.balance_experts(model, BALANCED, micro_batches=1)
+    found = model(**batch, document_lengths=lengths)
+    assert found.aux_loss.item() == pytest.approx(expected.item(), rel=1e-5) != unmasked.item()
+    assert model(**batch).aux_loss == unmasked
 
 
 ROUTED = [("zero2.json", Layout(), False), ("zero1.json", Layout(), True), ("pipeline.json", Layout(pipeline=2), False)]

@@ -124,7 +124,9 @@ def summed_loss(
     model: PreTrainedModel, tokens: torch.Tensor, learned: torch.Tensor, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a conversation's summed loss, its number of learned tokens, and its load-balancing loss."""
-    routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
+    routed: Json = {}
+    if settings.router_aux_loss_coef:
+        routed = {"output_router_logits": True, "attention_mask": (tokens != model.config.pad_token_id).long()}
     output = model(input_ids=tokens, use_cache=False, **routed)
     # As transformers' losses do: 16-bit logits would round the loss itself.
     logits = output.logits[:, :-1].to(torch.promote_types(output.logits.dtype, torch.float32))

@@ -319,10 +319,11 @@ class RunHooks(Hooked):
         self, model: torch.nn.Module, inputs: Batch, *arguments: TrainingArguments, **options: object
     ) -> Any:
         """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
+        lengths = inputs.pop("document_lengths", None)
         if self.context.recipe.router_aux_loss_coef:
-            inputs = {**inputs, "output_router_logits": True}
+            inputs = {**inputs, "output_router_logits": True, "document_lengths": lengths}
         if self.noise:
-            self.noise.begin(self.state.global_step, inputs.pop("document_lengths"))
+            self.noise.begin(self.state.global_step, lengths)
         with self.context.phases.phase("forward"):
             loss = super().compute_loss(model, inputs, *arguments, **options)
         return loss * 0 if self.filler else loss  # its labels are excluded, but routers balance its tokens

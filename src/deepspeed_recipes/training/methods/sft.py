@@ -67,8 +67,8 @@ def trainer(context: RunContext, parts: Parts) -> RunTrainer:
     elif recipe.layout.sequence > 1:
         collator = PartCollator(pad, recipe.layout, boundaries, labelled)
     else:
-        noisy = recipe.neftune_alpha > 0
-        collator = Collator(pad, boundaries=boundaries, document_lengths=noisy, labelled=labelled)
+        lengths = recipe.neftune_alpha > 0 or recipe.router_aux_loss_coef > 0
+        collator = Collator(pad, boundaries=boundaries, document_lengths=lengths, labelled=labelled)
     return RunTrainer.of(context, parts, data_collator=collator)
 
 

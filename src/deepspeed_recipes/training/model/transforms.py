@@ -261,16 +261,31 @@ def balance_experts(model: PreTrainedModel | PeftModel, coefficient: float, micr
     """Make the model add its routers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961) to its own.
 
     Adds `coefficient` times the mean over the step's micro-batches of the loss that transformers computes from
-    each one's tokens, padding included. transformers itself adds all of it to every micro-batch of every rank, which
-    the Trainer's weighting by tokens multiplies by the number of micro-batches.
+    each one's tokens. transformers itself adds all of it to every micro-batch of every rank, which the Trainer's
+    weighting by tokens multiplies by the number of micro-batches. It recognises padding by an attention mask, which our
+    batches lack: `document_lengths` take its place.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    if not hasattr(inner, "router_aux_loss_coef"):
+    module: Any = sys.modules[type(inner).__module__]
+    if not (hasattr(inner, "router_aux_loss_coef") and hasattr(module, "load_balancing_loss_func")):
         raise UserError(
             f"router_aux_loss_coef={coefficient}: transformers has no load-balancing loss for "
             f"{inner.config.model_type}; set it to 0."
         )
     inner.router_aux_loss_coef = coefficient / micro_batches
+    theirs, tokens = module.load_balancing_loss_func, [None]
+
+    def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        lengths = options.pop("document_lengths", None)
+        tokens[0] = None if lengths is None else lengths > 0
+        return arguments, options
+
+    def of_tokens(*arguments: Any) -> torch.Tensor:
+        *others, mask = arguments
+        return theirs(*others, tokens[0] if mask is None else mask)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)  # PEFT calls only the `forward` of its base model
+    module.load_balancing_loss_func = of_tokens
 
 
 @contextlib.contextmanager
