@@ -112,6 +112,14 @@ def test_the_best_trial_comes_first():
     assert trials.draw([lost], ["seed"], None) is False
 
 
+def test_scores_that_do_not_compare_are_named():
+    first = Result(1, ("seed=1",), 0, None, "loss", 0.1, held_out="a")
+    failed = Result(2, ("seed=2",), 1, "no reason")
+    assert trials.judged_apart([first, replace(first, trial=3), failed]) is None
+    assert "they are exact_match, loss" in trials.judged_apart([first, replace(first, metric="exact_match")])
+    assert "on different examples" in trials.judged_apart([first, replace(first, held_out="b")])
+
+
 @pytest.mark.parametrize(
     ("metric", "order", "lower", "higher"),
     [

@@ -146,6 +146,8 @@ def show(results: Sequence[Result], keys: Sequence[str], folder: Path, as_json: 
     rows = [asdict(one) | {"run": str(trials.folder_of(folder, one.trial).path)} for one in trials.ranked(results)]
     write_json(folder / "results.json", rows)
     drawn = trials.draw(results, keys, folder / "sweep.png")
+    if apart := trials.judged_apart(results):
+        print(apart, file=sys.stderr)
     if as_json:
         print(json.dumps(rows, indent=2))
         return

@@ -54,6 +54,8 @@ class Result:
     loss: float | None = None
     tokens_per_second: float | None = None
     seconds: float | None = None
+    held_out: str | None = None
+    """A digest of the examples on which `score` was measured."""
 
 
 def opened(folder: Path, sweep: Sweep) -> None:
@@ -125,7 +127,8 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
         reason = errors[-1].partition(": ")[2] if errors else last
         return Result(trial, overrides, status or 1, redact(reason))
     summary: Json = read_json(place.summary)
-    held_out = [row["loss"] for row in read_jsonl(place.evaluations) if "loss" in row]
+    evaluations = read_jsonl(place.evaluations)
+    held_out = [row["loss"] for row in evaluations if "loss" in row]
     judged = summary.get("after") is not None
     return Result(
         trial,
@@ -137,6 +140,7 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
         loss=summary["loss"],
         tokens_per_second=summary["tokens_per_second"],
         seconds=summary["seconds"],
+        held_out=evaluations[-1].get("held_out") if judged and evaluations else None,
     )
 
 
@@ -155,6 +159,16 @@ def ranked(results: Sequence[Result]) -> list[Result]:
         return one.status != 0, cost(one, mean), cost(one, one.score), loss, one.trial
 
     return sorted(results, key=key)
+
+
+def judged_apart(results: Sequence[Result]) -> str | None:
+    """Return a warning about scores of different metrics or examples, which do not compare, or None."""
+    done = [one for one in results if not one.status]
+    if len({one.metric for one in done}) > 1:
+        return f"warning: the scores do not compare: they are {', '.join(sorted({one.metric for one in done}))}"
+    if len({one.held_out for one in done}) > 1:
+        return "warning: the scores do not compare: the trials were judged on different examples"
+    return None
 
 
 def _settings(one: Result) -> tuple[str, ...]:
