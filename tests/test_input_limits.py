@@ -21,6 +21,7 @@ from deepspeed_recipes.commands import main
 from deepspeed_recipes.machine import system
 from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods import Classify
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
 from deepspeed_recipes.training.model import load, probe, shown
@@ -408,6 +409,13 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         wrong = rf"is wrong: |{keys}"
         assert re.search(wrong, str(caught.value))
         shutil.copy(TINY_MODEL / "config.json", model)
+
+
+def test_a_classifier_is_not_trained_to_write(model):
+    recipe = changed(model, architectures=["Qwen3ForSequenceClassification"])
+    with pytest.raises(UserError, match=r"was trained to classify \(Qwen3ForSequenceClassification\), not to write"):
+        load.load_config(recipe)
+    assert load.load_config(replace(recipe, method=Classify())).num_labels == 2
 
 
 def test_names_that_other_configurations_have_are_no_misspellings():

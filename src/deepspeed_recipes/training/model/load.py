@@ -65,6 +65,9 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         wrong = f"is_encoder_decoder=true, and {config.model_type} has no encoder"
     if wrong:
         raise UserError(f"model.path={path}: its config.json has {wrong}; remove the key.")
+    classifier = next((name for name in config.architectures or () if name.endswith("Classification")), None)
+    if classifier and heads.trained_by(recipe) in ("vocabulary", "vision"):
+        raise UserError(f"{path}: was trained to classify ({classifier}), not to write; name a language model.")
     _check_numbers(config.to_dict(), path)
     _check_keys(PreTrainedConfig.get_config_dict(path)[0], config, path)
     return config

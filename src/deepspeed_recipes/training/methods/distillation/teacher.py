@@ -65,12 +65,6 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     check(recipe, tokenizer)
     teacher = recipe_of(recipe)
     config = load.load_config(teacher)
-    for name in config.architectures or ():
-        if name.endswith("Classification"):
-            raise UserError(
-                f"distill.teacher={teacher.model.path}: was trained to classify ({name}), not to write; name a "
-                "language model."
-            )
     if why := output_head.difference(config.get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
