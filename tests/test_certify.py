@@ -355,6 +355,9 @@ def test_an_adapter_without_a_tensor_is_refused(adapter, tmp_path):
         ("adapter", "adapter_config.json", {"lora_alpha": 4}, "adapter_config.json: lora_alpha is 4, and was 16"),
         ("adapter", "adapter_config.json", {"use_rslora": True}, "use_rslora is True"),
         ("whole", "config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_parameters"),
+        ("whole", "config.json", {"dtype": "bfloat16"}, "config.json: dtype is bfloat16, and was float32"),
+        ("whole", "config.json", {"max_position_embeddings": 64}, "max_position_embeddings is 64"),
+        ("whole", "tokenizer.json", {"decoder": None}, "tokenizer.json is another one"),
         ("whole", "generation_config.json", {"eos_token_id": 5}, "eos_token_id is 5"),
         ("whole", "generation_config.json", {"suppress_tokens": [5]}, "suppress_tokens is [5], and was None"),
         ("adapter", "generation_config.json", {"repetition_penalty": 1.3}, "repetition_penalty is 1.3, and was None"),
@@ -370,6 +373,7 @@ def test_another_tokenizer_is_found_and_the_same_end_in_a_list_is_none(whole, tm
     folder = copied(whole, tmp_path)
     end = read_json(folder / "generation_config.json")["eos_token_id"]
     edit(folder, "generation_config.json", eos_token_id=[end])
+    edit(folder, "tokenizer.json", truncation={"max_length": 9, "strategy": "LongestFirst", "stride": 0})
     assert certify.main([str(folder)]) == 0
     model = read_json(folder / "tokenizer.json")["model"]
     ids = list(model["vocab"].values())
@@ -579,6 +583,13 @@ def test_another_version_is_refused(whole, tmp_path):
     edit(folder := copied(whole, tmp_path), base_model.EXPECTED, version=99)
     with pytest.raises(UserError, match="of another version"):
         certificate.read(folder)
+
+
+def test_what_earlier_versions_did_not_write_is_no_difference(whole):
+    wanted = certificate.read(whole)
+    config = {name: value for name, value in wanted["config"].items() if name not in expected.ADDED}
+    earlier = {name: value for name, value in wanted.items() if name != "tokenizer"} | {"config": config}
+    assert certificate.compare(earlier, wanted["texts"], whole).agrees
 
 
 def test_a_copy_is_described_anew(whole, tmp_path):

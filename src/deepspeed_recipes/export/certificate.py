@@ -195,7 +195,7 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
     ):
         old, new = wanted.get(key, now[key]) or {}, now[key] or {}  # earlier versions did not write `generation`
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
+            if old.get(name) != new.get(name) and (name in old or name not in expected.ADDED):
                 yield f"{title}: {name} is {new.get(name)}, and was {old.get(name)}"
     if len(wanted["base"] or "") == len(now["base"] or "") and wanted["base"] != now["base"]:  # see export.load_base
         yield "the adapter's base model is another one"
@@ -216,3 +216,5 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
         if old != new:
             yield f"the tokenizer makes other tokens of {sequence['answer']!r}"
             return
+    if wanted.get("tokenizer", now["tokenizer"]) != now["tokenizer"]:  # earlier versions did not write it
+        yield "tokenizer.json is another one"

@@ -52,6 +52,8 @@ CONFIGURED = (
     *("rope_scaling", "quantization_config"),
 )
 """Keys of config.json that change what a model computes, and that servers read."""
+ADDED = ("dtype", "max_position_embeddings")
+"""More of them, which earlier versions did not write."""
 ADAPTED = (
     *("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save"),
     "trainable_token_indices",
@@ -177,15 +179,18 @@ def described(folder: Path, tensors: bool = True) -> Json:
             base = of_weights([base_model.find(folder)])
     config = base_model.config_of(folder)
     generation = read_json(folder / "generation_config.json", {})
-    template = folder / "chat_template.jinja"
-    text = text_of(config)
+    template, text = folder / "chat_template.jinja", text_of(config)
+    tokenizer = {**read_json(folder / "tokenizer.json", {}), "padding": None, "truncation": None}  # as last used
     return {
-        "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
+        "config": {
+            key: text.get(key, config.get(key)) for key in (*CONFIGURED, *ADDED) if key in text or key in config
+        },
         "adapter": adapted,
         "base": base,
         "end_tokens": generation.pop("eos_token_id", None),
         "generation": {key: value for key, value in generation.items() if key not in UNUSED},
         "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
+        "tokenizer": xxhash.xxh3_64(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest(),
         **({"tensors": digests(folder)} if tensors else {}),
     }
 
