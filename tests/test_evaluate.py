@@ -339,6 +339,20 @@ def test_labels_that_a_classifier_lacks_are_refused(tmp_path, capsys):
         score.of(folder, found)
 
 
+@pytest.mark.parametrize(
+    ("variant", "row", "said"),
+    [
+        ("classify", '{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}', "accuracy is a metric for a"),
+        ("reward", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "preference_accuracy is a metric for a"),
+    ],
+)
+def test_a_language_model_is_not_scored_next_to_its_scores(tmp_path, variant, row, said):
+    file = tmp_path / "some.jsonl"
+    file.write_text(row)
+    with pytest.raises(UserError, match=rf"{said} .* here, and this model writes text; a run's"):
+        score.of(export.Path(TINY_MODEL), read(pages.find("tiny", variant), file, None, None))
+
+
 def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):
     address, handler = server
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))

@@ -63,9 +63,12 @@ def of(model: Path | Server, held_out: HeldOut) -> Scores:
             own = "recall_at_1"
         if own and held_out.metric != own:
             raise UserError(f"{model}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
-        if held_out.metric in ("accuracy", "recall_at_1") and not own:
+        # The likelihood of answers ranks pairs, too, but not as the rewards next to it do.
+        rewards = held_out.metric == "preference_accuracy" and held_out.recipe.method.scores
+        if not own and (rewards or held_out.metric in ("accuracy", "recall_at_1")):
             raise UserError(
-                f"{model}: {held_out.metric} is a metric for {KINDS[held_out.metric]}, and this model writes text."
+                f"{model}: {held_out.metric} is a metric for {KINDS[held_out.metric]} here, and this model writes "
+                "text; a run's evaluations.jsonl has what it measured before training."
             )
         found = _of_folder(model, held_out)
         gc.collect()
