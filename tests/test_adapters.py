@@ -162,6 +162,19 @@ def test_missing_targets_are_named(model_folder):
         adapters.add(model, replace(LORA, init="pissa", rank=narrow + 1, target_modules="q_proj,k_proj"))
 
 
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ("embed_tokens,lm_head", "lm_head is in lora.target_modules, too; a module is trained whole or gets adapters"),
+        ("embed_tokens", "lora.modules_to_save=embed_tokens: modules_to_save cannot be applied to"),  # the head is tied
+    ],
+)
+def test_a_module_gets_adapters_or_is_trained_whole(model_folder, saved, message):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(UserError, match=message):
+        adapters.add(model, replace(LORA, target_modules="q_proj,lm_head", modules_to_save=saved))
+
+
 HYBRID = {
     "hidden_size": 64,
     "intermediate_size": 128,

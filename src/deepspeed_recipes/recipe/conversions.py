@@ -87,6 +87,11 @@ def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: s
             f"lora.target_modules={lora.target_modules}: {kind}'s kernels read {past[0]} without its adapter; leave it "
             "out."
         )
+    if both := [name for name in names(lora.modules_to_save) if name in modules]:
+        raise UserError(
+            f"lora.modules_to_save={lora.modules_to_save}: {both[0]} is in lora.target_modules, too; a module is "
+            "trained whole or gets adapters, so name it in one of them."
+        )
     return {
         "exclude_modules": list(NOT_IN_MAMBA) if modules == ["all-linear"] and kind in MAMBA else None,
         "r": lora.rank,

@@ -202,10 +202,10 @@ def add(
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), upstream.reading_rows(model):
             torch.manual_seed(seed)
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # the first where a tied weight is named under both of its names
         targets = f"lora.target_modules={lora.target_modules}"
-        if lora.target_parameters:
-            targets += f" lora.target_parameters={lora.target_parameters}"
+        for name in ("target_parameters", "modules_to_save"):
+            targets += f" lora.{name}={value}" if (value := getattr(lora, name)) else ""
         raise UserError(f"{targets}: {first_sentence(str(error))}.") from error
     upstream.replace_rows_in_outputs(adapted)
     for parameter in adapted.parameters():
