@@ -239,6 +239,18 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
+def refusal(capsys):
+    """Return a function that runs a command, which has to end with status 2, and gives what it prints as an error."""
+    from deepspeed_recipes.commands.main import run
+
+    def of(command, *words):
+        assert run(command, [*map(str, words)]) == 2
+        return capsys.readouterr().err
+
+    return of
+
+
+@pytest.fixture
 def answer(capsys):
     """Return a function that gives the planner's JSON for a command line."""
     from deepspeed_recipes.commands import plan

@@ -14,7 +14,6 @@ import transformers
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as PeftLinear
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,13 +24,14 @@ from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.recipe import conversions, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Model
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load, lora
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model_folder import base_model
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.small import language_families, with_zero
 from tests.test_catalogue import short_run
 from tests.tiers import tiered
@@ -52,11 +52,8 @@ MIXTURES = [("mixtral", "8x7b"), ("qwen3_moe", "30b-a3b"), ("gpt_oss", "20b"), (
 
 
 def trained(ranks, tmp_path, recipe, variant, precision="bf16"):
-    run = RunFolder(tmp_path / "run")
     asked = overrides.apply(short_run(pages.find(recipe, variant), tmp_path), [f"precision={precision}"])
-    write_recipe(run, locate(asked))
-    ranks.check(worker.main, str(run.path), log=tmp_path / "log")
-    return run
+    return run_on(ranks, locate(asked), tmp_path, function=worker.main)
 
 
 @pytest.mark.parametrize(("recipe", "variant"), tiered(VARIANTS, {("llama3-8b", "qlora")}))
@@ -532,30 +529,20 @@ def train(ranks, tmp_path, model_folder, conversations):
 
     def run(name: str, function=worker.main, **others) -> RunFolder:
         config, changes = RUNS[name]
-        folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}")
+        number = len(list(tmp_path.iterdir()))
         file = with_zero(tmp_path, config, **(PARTITIONED if "zero3" in config else {}))
         quantization = "nf4" if "4 bits" in name else "none"
         recipe = gate.recipe_for(SETTINGS, model_folder, conversations, file, lora=LORA, seed=SEED)
         model = Model(path=str(model_folder), quantization=quantization)
-        write_recipe(folder, replace(recipe, model=model, **changes | others))
-        ranks.check(function, str(folder.path), log=tmp_path / "log")
-        return folder
+        recipe = replace(recipe, model=model, **changes | others)
+        return run_on(ranks, recipe, tmp_path, name=f"run-{number}", function=function)
 
     return run
 
 
-def agree(run: RunFolder, records, weights) -> None:
-    """Fail unless losses, norms and the exported adapters are the reference's."""
-    gate.agree_on_steps(run, records)
-    trained = load_file(run.export / "adapter_model.safetensors")
-    assert len(trained) == sum("lora_" in name for name in weights)
-    for name, weight in trained.items():
-        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
-
-
 def test_a_run_exports_an_ordinary_adapter(train, reference, model_folder, tmp_path):
     run = train("zero2")
-    agree(run, *reference(False, LORA))
+    gate.agree_on_adapters(run, *reference(False, LORA))
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, run.export)
     assert type(adapted.base_model.model.model.layers[0].self_attn.q_proj) is PeftLinear
@@ -575,7 +562,7 @@ def test_runs_train_pefts_adapters(train, reference, name):
         assert found["changed"] == [] and found["moved"]
         assert found["layers"] == ["FusedLinear4bit" if "4 bits" in name else "FusedLinear"]
         assert found["adapters_held"] == pytest.approx(0.5 if "zero3" in name else 1, abs=0.01)
-    agree(run, *reference("4 bits" in name, RUNS[name][1].get("lora", LORA)))
+    gate.agree_on_adapters(run, *reference("4 bits" in name, RUNS[name][1].get("lora", LORA)))
 
 
 @pytest.mark.every
@@ -605,4 +592,4 @@ MISTAKES = (mistakes.unscaled_outputs, mistakes.unscaled_gradients, mistakes.ove
 def test_a_run_that_computes_something_else_is_noticed(train, reference, mistake):
     """One whose outputs are wrong does not end well: its export computes something else."""
     with pytest.raises(AssertionError):
-        agree(train("zero3, checkpointing", mistake), *reference(False, LORA))
+        gate.agree_on_adapters(train("zero3, checkpointing", mistake), *reference(False, LORA))

@@ -3,10 +3,10 @@
 import pytest
 from matplotlib import image
 
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl
 from deepspeed_recipes.report import write
-from deepspeed_recipes.training import run as training_run
 from tests import browser
+from tests.ranks import run_on
 from tests.small import small
 from tests.test_report import a_run, at, check_numbers
 
@@ -55,9 +55,7 @@ def test_the_picture_is_that_of_the_page(page, tmp_path):
 
 @pytest.mark.every
 def test_the_report_of_a_real_run(ranks, model_folder, conversations, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, small(model_folder, conversations, "zero3.json"))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, small(model_folder, conversations, "zero3.json"), tmp_path)
     found = shown(write.page(run))
     for source, value, _ in found["numbers"]:
         assert source.startswith("data.json") or value == at(run, source), source

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import paths, restarts
 from deepspeed_recipes.launching.command import rank_environment
 from deepspeed_recipes.launching.supervise import session_alive, supervise
@@ -432,13 +431,12 @@ def test_restarts_are_counted_and_have_a_checkpoint_to_start_from(tmp_path, setu
     assert restarts.run_with_restarts(recipe, run, 2, 1, lambda _: stopped, lambda: 2) == 143
 
 
-def test_a_launch_that_could_not_restart_is_refused(tmp_path, capsys):
+def test_a_launch_that_could_not_restart_is_refused(tmp_path, refusal):
     for flags, said in (
         (["--max-restarts", "2", "save_steps=0"], "save_steps=0 writes no checkpoints to restart from"),
         (["--max-restarts", "-1"], "at least 0"),
     ):
-        assert run_command("launch", ["tiny", "full", "--output-dir", str(tmp_path / "run"), *flags]) == 2
-        error = capsys.readouterr().err
+        error = refusal("launch", "tiny", "full", "--output-dir", tmp_path / "run", *flags)
         assert said in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

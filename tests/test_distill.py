@@ -43,7 +43,7 @@ from deepspeed_recipes.training.methods.distillation import divergence, likelies
 from deepspeed_recipes.training.methods.distillation.likeliest import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from deepspeed_recipes.training.model import output_head
 from tests.parity import gate
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 
 VOCABULARY = 50
@@ -176,14 +176,13 @@ def test_places_are_where_a_labelled_token_is_next():
 def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
     ranks, tmp_path, model_folder, teacher_folder, conversations
 ):
-    run, kept = RunFolder(tmp_path / "run"), tmp_path / "kept"
+    kept = tmp_path / "kept"
     settings = Distill(teacher=str(teacher_folder), top_k=16, cache=str(kept), temperature=2.0, alpha=0.2)
     recipe = small(
         model_folder, conversations, "zero2.json", method=settings, lora=Lora(rank=4), save_steps=3,
         packing=True, global_batch_size=2, micro_batch_size=1, learning_rate=3e-3, schedule=Schedule("cosine", 0.1),
     )  # fmt: skip
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     records, parts = read_jsonl(run.metrics), sorted(kept.glob("*.arrow"))
     assert len(parts) == 2 and read_json(kept / likeliest.MARK)["top_k"] == 16
     written = [part.stat().st_mtime_ns for part in parts]
@@ -191,7 +190,7 @@ def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
     try:
         mark = read_json(kept / likeliest.MARK)
         write_json(kept / likeliest.MARK, mark | {"teacher": f"{teacher_folder}@None"})  # of a folder without weights
-        gate.resume(ranks, run, tmp_path, 2)
+        gate.resume(ranks, run, tmp_path)
     finally:
         shutil.move(tmp_path / "away.safetensors", teacher_folder / "model.safetensors")
     assert [part.stat().st_mtime_ns for part in parts] == written
@@ -217,17 +216,15 @@ def test_a_damaged_teacher_is_named(ranks, tmp_path, model_folder, teacher_folde
 
 @pytest.mark.every
 def test_it_resumes_exactly_with_its_own_answers(ranks, tmp_path, model_folder, teacher_folder, conversations):
-    run = RunFolder(tmp_path / "run")
     settings = Distill(teacher=str(teacher_folder), loss="reverse_kl", on_policy=0.6, max_new_tokens=12)
     recipe = small(
         model_folder, conversations, "zero3.json", method=settings, save_steps=3,
         max_steps=6, global_batch_size=4, micro_batch_size=1, learning_rate=3e-3,
     )  # fmt: skip
     assert {distill.writes(recipe, step) for step in (3, 4, 5)} == {True, False}
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     records = read_jsonl(run.metrics)
-    gate.resume(ranks, run, tmp_path, 2)
+    gate.resume(ranks, run, tmp_path)
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):
         for name in ("loss", "grad_norm", "divergence"):
             assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)

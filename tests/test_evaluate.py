@@ -159,7 +159,7 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
     assert found["low"] < found["score"] < found["high"] and len(found["values"]) == 6
 
 
-def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
+def test_preferences_are_ranked_by_the_answers_likelihood(capsys, refusal, tmp_path):
     file = tmp_path / "pairs.jsonl"
     lines = (ROOT / PREFERENCES.validation).read_text(encoding="utf-8").splitlines(keepends=True)[:6]
     file.write_text("".join(lines))
@@ -181,8 +181,7 @@ def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
         expected.append(int(likelihoods[0] > likelihoods[1]))
     assert found["metric"] == "preference_accuracy" and found["models"][0]["values"] == expected
     chats = ["--data", str(ROOT / CHAT.validation), "--limit", "4", "--json"]
-    assert run_command("evaluate", [str(run.path), *chats]) == 2
-    assert "For conversations add --metric exact_match or loss." in capsys.readouterr().err
+    assert "For conversations add --metric exact_match or loss." in refusal("evaluate", run.path, *chats)
     scores = []
     for name in (run.path, TINY_MODEL):
         assert run_command("evaluate", [str(name), *chats, "--metric", "loss"]) == 0
@@ -190,7 +189,7 @@ def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
     assert scores[0] == scores[1], "its export is that model"
 
 
-def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsys):
+def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsys, refusal):
     turns = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     table = tmp_path / "table.jsonl"
     rows = [{"pregunta": asked["content"], "esperado": said["content"]} for *_, asked, said in turns]
@@ -200,10 +199,9 @@ def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsy
     (advised,) = re.findall(r"as in (data\.columns=\S+)\.$", capsys.readouterr().err.strip())
     assert advised == "data.columns=pregunta:prompt,esperado:completion"
     assert run_command("evaluate", [*command, advised]) == 0
-    assert run_command("evaluate", [*command, "data.columns=pregunta:promt"]) == 2
-    assert "data.columns=pregunta:promt: write COLUMN:FIELD" in capsys.readouterr().err
-    assert run_command("evaluate", [str(run.path), advised]) == 2
-    assert "only with --data FILE" in capsys.readouterr().err
+    error = refusal("evaluate", *command, "data.columns=pregunta:promt")
+    assert "data.columns=pregunta:promt: write COLUMN:FIELD" in error
+    assert "only with --data FILE" in refusal("evaluate", run.path, advised)
 
 
 def test_examples_that_a_run_was_trained_on_are_named(run, data, tmp_path, capsys):
@@ -318,13 +316,13 @@ def test_examples_that_are_too_long_or_have_unread_keys_are_named(tmp_path, caps
     assert "1 of 2 examples are left out: longer than sequence_length=256" in said and "contxt (2)" in said
 
 
-def test_a_model_without_a_chat_template_is_named(tmp_path, capsys):
+def test_a_model_without_a_chat_template_is_named(tmp_path, refusal):
     bare, file = tmp_path / "bare", tmp_path / "some.jsonl"
     shutil.copytree(TINY_MODEL, bare, ignore=shutil.ignore_patterns("*.jinja"))
     file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     for metric in ("loss", "exact_match"):
-        assert run_command("evaluate", [str(bare), "--data", str(file), "--metric", metric]) == 2
-        assert f"{bare}: its tokenizer has no chat template" in capsys.readouterr().err
+        error = refusal("evaluate", bare, "--data", file, "--metric", metric)
+        assert f"{bare}: its tokenizer has no chat template" in error
 
 
 def test_labels_that_a_classifier_lacks_are_refused(tmp_path, capsys):
@@ -353,7 +351,7 @@ def test_a_language_model_is_not_scored_next_to_its_scores(tmp_path, variant, ro
         score.of(export.Path(TINY_MODEL), read(pages.find("tiny", variant), file, None, None))
 
 
-def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_answered_in_a_line(run, server, tmp_path, refusal, monkeypatch):
     address, handler = server
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
     asked = [
@@ -375,12 +373,11 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
     for words, said in asked:
-        assert run_command("evaluate", [*map(str, words)]) == 2
-        printed = capsys.readouterr().err
+        printed = refusal("evaluate", *words)
         assert said in printed and len(printed.splitlines()) == 1, printed
     handler.names = ("one", "two")
-    assert run_command("evaluate", [address, "--data", str(tmp_path / "some.jsonl")]) == 2
-    assert "has several models (one, two); name one with --model NAME" in capsys.readouterr().err
+    error = refusal("evaluate", address, "--data", tmp_path / "some.jsonl")
+    assert "has several models (one, two); name one with --model NAME" in error
 
 
 def test_the_harness_gets_the_model_as_it_is(tmp_path, run, monkeypatch):
@@ -414,7 +411,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 @pytest.mark.skipif(environment.python("lm_eval") is None, reason="needs the environment of `make serving`")
 @pytest.mark.every
-def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, capsys):
+def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, capsys, refusal):
     (tmp_path / "invoices.yaml").write_text(TASK.format(data=data))
     base = shutil.copytree(TINY_MODEL, tmp_path / "base")
     for model in (run.export, base):  # a model's own limit would count, and not the task's
@@ -433,8 +430,7 @@ def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp
     assert (task["pairs"][0]["better"], task["pairs"][0]["worse"]) == (0, 0)
     assert "the task invoices" in run.report_page.read_text()
 
-    assert run_command("evaluate", [TINY_MODEL, "--tasks", "no_such_task"]) == 2
-    printed = capsys.readouterr().err
+    printed = refusal("evaluate", TINY_MODEL, "--tasks", "no_such_task")
     assert "Tasks not found: no_such_task" in printed and len(printed.splitlines()) <= 2, printed
 
 

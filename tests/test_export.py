@@ -54,15 +54,14 @@ def double(file):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_export_that_fails_its_check_never_appears(ranks, tmp_path, model_folder, conversations, capsys, precision):
+def test_an_export_that_fails_its_check_never_appears(ranks, tmp_path, model_folder, conversations, refusal, precision):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, max_steps=1, precision=precision))
     assert ranks.run(write_other_weights, str(run.path), world_size=1, log=tmp_path / "log") == [1]
     assert "reloaded logits differ by" in read_logs(tmp_path / "log")[0]
     assert not run.export.exists() and not run.summary.exists()
     for source in (run.path, run.unverified):
-        assert run_command("export", [str(source), "--output", str(tmp_path / "out")]) == 2
-        said = capsys.readouterr().err
+        said = refusal("export", source, "--output", tmp_path / "out")
         assert "failed its check" in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
@@ -80,19 +79,20 @@ def checkpoint(tmp_path):
     return folder
 
 
-def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, refusal):
     assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
     content = bytearray((checkpoint / WEIGHTS).read_bytes())
     content[-1] ^= 1
     (checkpoint / WEIGHTS).write_bytes(content)
-    assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "damaged")]) == 2
-    assert f"{WEIGHTS} is damaged" in capsys.readouterr().err
+    assert f"{WEIGHTS} is damaged" in refusal("export", checkpoint, "--output", tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_an_export_that_is_not_as_it_was_written_is_not_copied_and_named_where_it_answers(kind, tmp_path, capsys):
+def test_an_export_that_is_not_as_it_was_written_is_not_copied_and_named_where_it_answers(
+    kind, tmp_path, capsys, refusal
+):
     source, name = tmp_path / "export", {"whole": WEIGHTS, "adapter": "adapter_model.safetensors"}[kind]
     model = export.load_whole(TINY_MODEL, torch.float32)
     if kind == "adapter":
@@ -107,8 +107,7 @@ def test_an_export_that_is_not_as_it_was_written_is_not_copied_and_named_where_i
     content[-1] ^= 1
     (source / name).write_bytes(content)
     for more in ([], ["--merge", "--no-certify"]):
-        assert run_command("export", [str(source), "--output", str(tmp_path / "damaged"), *more]) == 2
-        said = capsys.readouterr().err
+        said = refusal("export", source, "--output", tmp_path / "damaged", *more)
         assert "is not as it was written" in said and said.count("\n") == 1 and not (tmp_path / "damaged").exists()
     export.load(source)
     assert "is not as it was written: the file is damaged or was changed, so its answers" in capsys.readouterr().err
@@ -236,12 +235,11 @@ def test_a_kill_leaves_neither_an_export_nor_what_was_written_of_it(checkpoint, 
     assert (tmp_path / "out.part" / "notes.txt").read_text() == "mine" and (tmp_path / "out.old").is_dir()
 
 
-def test_a_run_whose_export_failed_is_not_exported_from_a_checkpoint_unasked(checkpoint, tmp_path, capsys):
+def test_a_run_whose_export_failed_is_not_exported_from_a_checkpoint_unasked(checkpoint, tmp_path, refusal):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(TINY_MODEL, tmp_path))
     write_json(run.unverified / CHECK_FAILED, {})
-    assert run_command("export", [str(run.path), "--output", str(tmp_path / "out")]) == 2
-    assert "failed its check" in capsys.readouterr().err
+    assert "failed its check" in refusal("export", run.path, "--output", tmp_path / "out")
 
 
 def test_an_adapter_is_loaded_in_the_precision_that_it_has(tmp_path):

@@ -8,14 +8,14 @@ from transformers import AutoTokenizer
 
 from deepspeed_recipes.recipe.methods import Kto
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_jsonl
 from deepspeed_recipes.report.page import Chart
 from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import curves
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods import kto
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.parity import gate
+from tests.ranks import run_on
 from tests.small import small
 from tests.tiers import tiered
 
@@ -29,13 +29,12 @@ NUMBERS = {
 
 @pytest.mark.parametrize("method", tiered(NUMBERS, ("kto",)))
 def test_it_resumes_exactly_and_its_numbers_are_in_the_report(ranks, tmp_path, model_folder, pairs, judged, method):
-    data, run = judged if method == "kto" else pairs, RunFolder(tmp_path / "run")
+    data = judged if method == "kto" else pairs
     recipe = small(model_folder, data, "zero2.json", method=method, lora=Lora(rank=4), save_steps=3, micro_batch_size=2)
     recipe = replace(recipe, data=replace(recipe.data, validation=str(data)), schedule=Schedule("cosine", 0.1))
-    write_recipe(run, replace(recipe, learning_rate=3e-3))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, learning_rate=3e-3), tmp_path)
     records = read_jsonl(run.metrics)
-    gate.resume(ranks, run, tmp_path, 2)
+    gate.resume(ranks, run, tmp_path)
     numbers = {"loss", "grad_norm"} | NUMBERS[method]
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):
         for name in numbers:

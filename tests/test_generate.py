@@ -91,13 +91,12 @@ def test_one_question_is_answered_as_ever_and_a_system_prompt_counts(tiny, capsy
         assert capsys.readouterr().out == greedy(*tiny, [turns], 8)[0] + "\n"
 
 
-def test_a_runs_export_or_newest_checkpoint_is_asked(tiny, tmp_path, capsys):
+def test_a_runs_export_or_newest_checkpoint_is_asked(tiny, tmp_path, capsys, refusal):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     write_recipe(run, small(TINY_MODEL, tmp_path))
     words = [str(run.path), FIRST, "--max-new-tokens", "8"]
-    assert run_command("generate", words) == 2
-    assert "this run has neither an export nor a complete checkpoint yet." in capsys.readouterr().err
+    assert "this run has neither an export nor a complete checkpoint yet." in refusal("generate", *words)
     checkpoint = run.checkpoints / "checkpoint-3"
     for folder in (checkpoint, run.export):
         shutil.copytree(TINY_MODEL, folder)
@@ -148,14 +147,13 @@ MISTAKEN_IMAGES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKEN_IMAGES)
-def test_an_image_that_cannot_be_shown_is_refused(drawn, capsys, mistake):
+def test_an_image_that_cannot_be_shown_is_refused(drawn, refusal, mistake):
     words, said = MISTAKEN_IMAGES[mistake]
-    assert run_command("generate", [str(drawn[0]) if word == "RED" else word for word in words]) == 2
-    message = capsys.readouterr().err
+    message = refusal("generate", *[str(drawn[0]) if word == "RED" else word for word in words])
     assert said in message and message.count("\n") == 1
 
 
-def test_a_server_gets_the_bytes_of_an_image(server, drawn, capsys):
+def test_a_server_gets_the_bytes_of_an_image(server, drawn, refusal):
     address, asked = server
     assert run_command("generate", ["--server", address, "What?", "--image", str(drawn[0])]) == 0
     (turn,) = asked[-1]["messages"]
@@ -163,8 +161,7 @@ def test_a_server_gets_the_bytes_of_an_image(server, drawn, capsys):
     assert text == {"type": "text", "text": "What?"} and picture["type"] == "image_url"
     kind, _, coded = picture["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64" and base64.b64decode(coded) == drawn[0].read_bytes()
-    assert run_command("generate", ["--server", address, "What?", "--image", "none.png"]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "no such file" in refusal("generate", "--server", address, "What?", "--image", "none.png")
 
 
 def test_an_answer_comes_in_pieces_and_a_seed_repeats_it(tiny):
@@ -207,7 +204,7 @@ def test_a_servers_answer_without_an_end_or_a_text_is_refused(choice, rest, said
     assert said in printed.err if said else printed.out == "Yes.\n"
 
 
-def test_bad_input_is_answered_in_a_line(server, typed, capsys):
+def test_bad_input_is_answered_in_a_line(server, typed, capsys, refusal):
     address, _ = server
     long = "word " * 2000
     for words, said in (
@@ -221,8 +218,7 @@ def test_bad_input_is_answered_in_a_line(server, typed, capsys):
         (["--server", "http://127.0.0.1:9", "a"], "is a server running there?"),
         (["--server", address, "a", "--adapter", "x"], "--adapter: a server has its own models"),
     ):
-        assert run_command("generate", words) == 2
-        printed = capsys.readouterr().err
+        printed = refusal("generate", *words)
         assert said in printed and len(printed.splitlines()) == 1, printed
     typed(long, FIRST)
     assert run_command("generate", [TINY_MODEL, "--max-new-tokens", "2"]) == 0

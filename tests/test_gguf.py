@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export.quantize import gguf
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
@@ -90,7 +89,7 @@ def test_a_template_without_system_turns_and_one_that_refuses():
     assert gguf.template(tokenizer) is None
 
 
-def test_bad_input_is_answered_in_a_line(tmp_path, capsys, monkeypatch):
+def test_bad_input_is_answered_in_a_line(tmp_path, refusal, monkeypatch):
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
     scores = tmp_path / "scores"
     write_json(scores / "config.json", {"architectures": ["Qwen3ForSequenceClassification"]})
@@ -103,7 +102,6 @@ def test_bad_input_is_answered_in_a_line(tmp_path, capsys, monkeypatch):
         (scores, ["--gguf", "f16"], "returns scores"),
         (tmp_path, ["--gguf", "f16"], "not a model folder"),
     ):
-        assert run_command("export", [str(source), *words, "--output", str(tmp_path / "new")]) == 2
-        printed = capsys.readouterr().err
+        printed = refusal("export", source, *words, "--output", tmp_path / "new")
         assert said in printed and printed.count("\n") == 1, printed
         assert not (tmp_path / "new").exists()

@@ -24,11 +24,11 @@ from deepspeed_recipes.launching.ranks import SILENCE
 from deepspeed_recipes.launching.ssh import host_info, hostfile, remote
 from deepspeed_recipes.planning.hardware import machine_file
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
 from tests import ROOT, test_launch
 from tests.launching import LAUNCH
 from tests.network_hosts import Hosts, without_hosts
+from tests.ranks import run_on
 from tests.small import small
 from tests.test_launch import processes_of, ranks_of
 
@@ -310,9 +310,7 @@ def overrides(recipe, **changes):
 @pytest.mark.every
 def test_two_hosts_train_what_two_ranks_on_one_host_train(hosts, shared, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json")
-    one = RunFolder(tmp_path / "one")
-    write_recipe(one, recipe)
-    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    one = run_on(ranks, recipe, tmp_path, name="one")
     output = ended(launch(hosts, shared, "--hostfile", hosts.hostfile(), *overrides(recipe)))
     rows = [line for line in output.splitlines() if line.endswith("  shared")]
     assert len(rows) == 2 and all("in sync" in row and "eth0" in row for row in rows), output
@@ -392,9 +390,7 @@ LONG = {"max_steps": 60, "save_steps": 10, "epochs": 99, "learning_rate": 1e-4}
 def undisturbed(ranks, tmp_path_factory, model_folder, conversations):
     """Return the last loss of the long run on two ranks of one host."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = RunFolder(folder / "run")
-    write_recipe(run, small(model_folder, conversations, "zero3.json", **LONG))
-    ranks.check(training_run.main, str(run.path), log=folder / "log")
+    run = run_on(ranks, small(model_folder, conversations, "zero3.json", **LONG), folder)
     return read_jsonl(run.metrics)[-1]["loss"]
 
 

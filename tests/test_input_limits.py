@@ -283,20 +283,19 @@ def test_every_command_names_the_file_that_cannot_be_used(command, model, tmp_pa
 
 @pytest.mark.parametrize("command", ["export", "generate", "serve", "evaluate"])
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_every_command_names_the_adapters_file_that_cannot_be_used(command, name, tmp_path, monkeypatch, capsys):
+def test_every_command_names_the_adapters_file_that_cannot_be_used(command, name, tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(TINY_MODEL), "r": 1}))
     save_file(load_file(Path(TINY_MODEL) / "model.safetensors"), adapter / "adapter_model.safetensors")
     (adapter / name).write_bytes((adapter / name).read_bytes()[:20])
-    assert main.run(command, [word.format(adapter) for word in AFTER_TRAINING[command]]) == 2
-    assert f"{adapter / name}:" in capsys.readouterr().err
+    assert f"{adapter / name}:" in refusal(command, *[word.format(adapter) for word in AFTER_TRAINING[command]])
 
 
 @pytest.mark.parametrize("name", ["HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
 @pytest.mark.parametrize("command", ["launch", "evaluate"])
-def test_a_cache_that_cannot_be_written_is_refused(command, name, tmp_path, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_written_is_refused(command, name, tmp_path, monkeypatch, refusal):
     for other in ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, str(tmp_path / "file"))
@@ -306,8 +305,7 @@ def test_a_cache_that_cannot_be_written_is_refused(command, name, tmp_path, monk
         "launch": ["tiny", "full", "--dry-run", "--gpus", "1"],
         "evaluate": [str(TINY_MODEL), "--data", data, "--limit", "1"],
     }
-    assert main.run(command, words[command]) == 2
-    said = capsys.readouterr().err
+    said = refusal(command, *words[command])
     assert f"{name}={tmp_path / 'file'} leads there: set it to a folder that you may write to." in said
     (tmp_path / "file").unlink()
     system.check_cache()

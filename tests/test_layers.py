@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import append_jsonl, read_jsonl
 from deepspeed_recipes.report import run_data, text, write
 from deepspeed_recipes.report.page import LIGHTEST
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import layer_stats
 from deepspeed_recipes.training.model.draft import TINY_MODEL
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.test_report import Page, a_run
 
@@ -74,9 +73,9 @@ def test_a_layer_that_learns_nothing_is_named(ranks, tmp_path, model_folder, con
         model.model.layers[2].mlp.down_proj.weight *= 1e5  # beside its output, that of layer 3 is nothing
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(tmp_path / "model")
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, small(tmp_path / "model", conversations, "zero2.json", max_steps=3, layer_stats=wanted))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(
+        ranks, small(tmp_path / "model", conversations, "zero2.json", max_steps=3, layer_stats=wanted), tmp_path
+    )
     rows, said = read_jsonl(run.metrics), read_logs(tmp_path / "log")[0]
     if wanted is False:
         assert not any("layers" in row for row in rows) and "vanishing" not in said

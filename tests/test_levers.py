@@ -24,11 +24,11 @@ from deepspeed_recipes.recipe.limits import LARGE, PER_ENTRY, are_large, tiles_l
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import activation_checkpointing
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.model import attention, draft, probe, transforms
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.trainer import RunTrainer
+from tests.ranks import run_on
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs
@@ -319,11 +319,9 @@ LEVERS = {"tiled_loss": True, "gradient_checkpointing": "feed_forward"}
 
 
 def trained(ranks, tmp_path, model_folder, conversations, name, stage, world_size=2, **changes) -> list[dict]:
-    run = RunFolder(tmp_path / name)
     recipe = small(model_folder, conversations, f"zero{stage}.json", packing=True, adam_epsilon=1e-5)
-    write_recipe(run, replace(recipe, micro_batch_size=1, global_batch_size=2, **changes))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
-    return read_jsonl(run.metrics)
+    recipe = replace(recipe, micro_batch_size=1, global_batch_size=2, **changes)
+    return read_jsonl(run_on(ranks, recipe, tmp_path, world_size, name=name).metrics)
 
 
 OFFLOADED = {"gradient_checkpointing": True, "activation_offloading": True}

@@ -7,11 +7,10 @@ from datasets import Dataset
 
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import load, tokenize
 from tests.conftest import conversation, write_rows
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.small import small
 from tests.test_masks import MARKED, TINY_MODEL, TURNS, expected, learned, tokenizer_with
 
@@ -124,9 +123,7 @@ def test_what_a_method_does_not_read_is_refused(variant, settings, message):
 def test_a_run_learns_all_tokens_as_plain_pytorch_does(ranks, tmp_path, model_folder, conversations):
     settings = plain.Settings(steps=3, learn_prompts=True)
     recipe = gate.recipe_for(settings, model_folder, conversations, "zero2.json", loss_on="all")
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     gate.agree(run, *plain.train(model_folder, conversations, settings))
     others, _ = plain.train(model_folder, conversations, plain.Settings(steps=3))
     with pytest.raises(AssertionError):

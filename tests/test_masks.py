@@ -176,7 +176,7 @@ def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
         assert differ <= {"\n"}, "ChatML here does not learn the line break after a turn's end"
 
 
-def test_a_template_that_renders_as_one_of_trl_is_marked_as_that_one(tmp_path, capsys):
+def test_a_template_that_renders_as_one_of_trl_is_marked_as_that_one(tmp_path, refusal):
     """A line break or a comment more is another text; a word more is another template."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     for name in ("qwen3", "llama3", "gemma3"):
@@ -190,8 +190,7 @@ def test_a_template_that_renders_as_one_of_trl_is_marked_as_that_one(tmp_path, c
     shutil.copytree(TINY_MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(tokenizer.chat_template)
     run = ["tiny", "lora", f"model.path={tmp_path / 'model'}", "--dry-run"]
-    assert main.run("launch", run) == 2
-    assert "model.chat_template=chatml trains with the project's template" in capsys.readouterr().err
+    assert "model.chat_template=chatml trains with the project's template" in refusal("launch", *run)
     assert main.run("launch", [*run, "model.chat_template=chatml"]) == 0
     (tmp_path / "model" / "chat_template.jinja").write_text(changed)
     assert main.run("launch", [*run, "model.new_tokens=<start_of_turn>,<end_of_turn>"]) == 0

@@ -206,7 +206,7 @@ def test_a_sum_that_is_not_that_of_its_parts_is_not_written(adapters, tmp_path, 
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp*"))
 
 
-def test_bad_input_is_answered_in_a_line(adapters, tmp_path, capsys):
+def test_bad_input_is_answered_in_a_line(adapters, tmp_path, refusal):
     other = tmp_path / "other"
     shutil.copytree(adapters / "second", other)
     write_json(
@@ -224,7 +224,6 @@ def test_bad_input_is_answered_in_a_line(adapters, tmp_path, capsys):
         ([first, "--add", f"{TINY_MODEL}=1", "--output", out], "not an adapter"),
         ([first, "--weight", "2", "--output", out], "--weight 2: only for a sum"),
     ):
-        assert run_command("export", words) == 2
-        printed = capsys.readouterr().err
+        printed = refusal("export", *words)
         assert said in printed and len(printed.splitlines()) == 1, printed
     assert export.load(adapters / "first") and weighted_sum.TOLERANCE < 1e-3

@@ -283,18 +283,16 @@ def test_a_system_prompt_may_be_empty_and_no_other_value(capsys):
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
-def test_a_file_without_an_end_is_refused_and_not_waited_for(command, capsys):
+def test_a_file_without_an_end_is_refused_and_not_waited_for(command, refusal):
     """A pipe would be opened by many readers, some of them other libraries."""
     os.mkfifo("pipe")
     for words in (["pipe"], ["tiny", "full", "data.path=a.jsonl,pipe"], ["x", "--model=pipe"], ["--adapter=x=pipe"]):
-        assert main.run(command, words) == 2
-        assert "pipe: a named pipe, not a file; name a file." in capsys.readouterr().err
-    assert main.run(command, ["--hostfile=/dev/zero"]) == 2
-    assert "/dev/zero: a device, not a file; name a file." in capsys.readouterr().err
+        assert "pipe: a named pipe, not a file; name a file." in refusal(command, *words)
+    assert "/dev/zero: a device, not a file; name a file." in refusal(command, "--hostfile=/dev/zero")
 
 
 @pytest.mark.parametrize("command", ["check", "resolve"])
-def test_a_models_config_is_a_file_that_ends_and_is_not_nested_without_end(command, capsys):
+def test_a_models_config_is_a_file_that_ends_and_is_not_nested_without_end(command, refusal):
     Path("deep.json").write_text("[" * 100_000 + "]" * 100_000)
     Path("model").mkdir()
     os.mkfifo("model/config.json")
@@ -304,8 +302,7 @@ def test_a_models_config_is_a_file_that_ends_and_is_not_nested_without_end(comma
         ("deep.json", "deep.json: not JSON (nested too deeply)"),
         ("gone/config.json", "gone"),
     ):
-        assert main.run(command, ["zero3.json", "--model", value]) == 2
-        assert said in capsys.readouterr().err
+        assert said in refusal(command, "zero3.json", "--model", value)
 
 
 def test_what_a_shell_writes_into_is_read(capsys):
@@ -331,10 +328,9 @@ def test_a_message_neither_steers_the_terminal_nor_fills_it(words, capsys):
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "a\nb", "\x1b[31m"])
-def test_a_sweeps_folder_has_a_name_that_its_trials_can_have(name, capsys):
+def test_a_sweeps_folder_has_a_name_that_its_trials_can_have(name, refusal):
     words = ["tiny", "full", "learning_rate=1e-3,2e-3", "--output-dir", name]
-    assert main.run("sweep", words) == 2
-    assert "control characters, or not UTF-8; choose another name." in capsys.readouterr().err
+    assert "control characters, or not UTF-8; choose another name." in refusal("sweep", *words)
     assert not list(Path().iterdir())
 
 

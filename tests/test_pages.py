@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from deepspeed_recipes.commands import launch, page, plan
 from deepspeed_recipes.commands import list as family_list
-from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.hardware import gpus
 from deepspeed_recipes.planning.hardware.cluster import Cluster
@@ -316,12 +315,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("text", "answer"), BROKEN.items())
-def test_a_broken_page_is_answered_with_its_file_and_line(tmp_path, capsys, text, answer):
+def test_a_broken_page_is_answered_with_its_file_and_line(tmp_path, refusal, text, answer):
     path = tmp_path / "page.py"
     path.write_text(text)
     for command, words in (("launch", ["full"]), ("plan", ["--gpu", "H100"])):
-        assert run_command(command, [str(path), *words]) == 2
-        said = capsys.readouterr().err
+        said = refusal(command, path, *words)
         assert re.search(re.escape(str(path)) + answer, said) and said.count("\n") <= 2, said
     with pytest.raises(UserError, match=r"nowhere\.py: no such file"):
         pages.find(str(tmp_path / "nowhere.py"), "full")

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from deepspeed_recipes.commands import launch, main
+from deepspeed_recipes.commands import launch
 from deepspeed_recipes.planning.cost import communication
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -316,11 +316,10 @@ def test_steps_are_those_of_the_run():
         (["--profile", "--nsys"], "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(changes, says, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_refused_before_anything_is_written(changes, says, tmp_path, refusal, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     folder = tmp_path / "run"
-    assert main.run("launch", ["tiny", "full", "--gpus", "2", "--output-dir", str(folder), *changes]) == 2
-    error = capsys.readouterr().err
+    error = refusal("launch", "tiny", "full", "--gpus", "2", "--output-dir", folder, *changes)
     assert says in error and len(error.splitlines()) <= 2 and not folder.exists()
 
 

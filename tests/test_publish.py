@@ -152,18 +152,16 @@ def test_a_models_own_code_is_published_with_it(folder, capsys):
     assert {"modeling_ours.py", "words.tiktoken"} <= set(capsys.readouterr().out.split())
 
 
-def test_a_link_and_a_variable_that_is_a_credential_are_refused(folder, capsys, monkeypatch):
+def test_a_link_and_a_variable_that_is_a_credential_are_refused(folder, refusal, monkeypatch):
     (folder / "LICENSE").symlink_to(Path.home())
-    assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 2
-    assert "LICENSE: not part of a model" in capsys.readouterr().err
+    assert "LICENSE: not part of a model" in refusal("publish", folder, NAME, "--dry-run")
     (folder / "LICENSE").unlink()
     monkeypatch.setenv("MY_SERVICE_TOKEN", "correct-horse-battery")
     (folder / "merges.txt").write_text("a b\ncorrect-horse-battery\n")
-    assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 2
-    assert "merges.txt: has text that looks like a credential" in capsys.readouterr().err
+    assert "merges.txt: has text that looks like a credential" in refusal("publish", folder, NAME, "--dry-run")
 
 
-def test_no_model_an_adapter_that_nobody_can_use_and_no_name(exports, tmp_path, capsys):  # noqa: F811
+def test_no_model_an_adapter_that_nobody_can_use_and_no_name(exports, tmp_path, refusal):  # noqa: F811
     for words, said in (
         ([tmp_path / "nowhere", NAME], "no such folder"),
         ([tmp_path, NAME], "not a model folder"),
@@ -171,6 +169,5 @@ def test_no_model_an_adapter_that_nobody_can_use_and_no_name(exports, tmp_path, 
         ([exports["whole"], "my-model"], "name the owner too"),
         ([exports["whole"], "a/b/c"], "not a name for the Hub"),
     ):
-        assert run_command("publish", [*map(str, words), "--dry-run"]) == 2
-        printed = capsys.readouterr().err
+        printed = refusal("publish", *words, "--dry-run")
         assert said in printed and len(printed.splitlines()) <= 2, printed

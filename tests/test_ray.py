@@ -14,10 +14,10 @@ from deepspeed_recipes.launching.options import LaunchOptions
 from deepspeed_recipes.launching.ray import cluster, rank
 from deepspeed_recipes.launching.ray.cluster import Node
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
 from tests import test_launch
 from tests.launching import LAUNCH
+from tests.ranks import run_on
 from tests.ray_cluster import RayNodes, variables, without_ray
 from tests.small import small
 from tests.test_hosts import overrides
@@ -177,9 +177,10 @@ def worker_of(run, number):
 def test_two_nodes_train_the_same_and_a_killed_rank_is_resumed(
     ray_nodes, words, ranks, model_folder, conversations, tmp_path
 ):
-    one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
-    write_recipe(one, small(model_folder, conversations, "zero2.json", max_steps=24, save_steps=4))
-    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    run = RunFolder(tmp_path / "run")
+    one = run_on(
+        ranks, small(model_folder, conversations, "zero2.json", max_steps=24, save_steps=4), tmp_path, name="one"
+    )
     process = launch(run, "--address", ray_nodes.address, "--nodes", 2, "--gpus", 1, "--max-restarts", 1, *words)
     wait_for_step(process, run, 6)
     assert {one.environ()["RANK"] for one in ranks_of(run)} == {"0", "1"}

@@ -44,7 +44,7 @@ from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.model_folder import record
 from deepspeed_recipes.training.optimizer import rate_schedule
 from tests.launching import BIN
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.tiers import tiered
 
@@ -91,11 +91,9 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(ranks, tmp_path, mode
 
 
 def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, model_folder, conversations):
-    run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, max_steps=4, save_steps=2, logging_steps=1)
     recipe = replace(recipe, schedule=Schedule("constant", warmup=0))
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     for log in (run.metrics, run.rollouts):
         append_jsonl(log, read_jsonl(run.metrics)[-1] | {"step": 5})  # trained after the last checkpoint
     write_json(run.summary, read_json(run.summary) | {"steps": 5})
@@ -434,9 +432,7 @@ def test_a_run_that_is_not_longer_is_refused(asked, words, changes, message):
 def test_the_schedule_follows_the_new_length(ranks, tmp_path, model_folder, conversations):
     recipe = small(model_folder, conversations, "zero2.json", max_steps=4, save_steps=100)
     recipe = replace(recipe, schedule=Schedule("cosine", 0))
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     assert read_json(run.summary)["steps"] == 4
     longer = replace(recipe, max_steps=8)
     restarts.prepare(longer, run, 2, newest_checkpoint(run))

@@ -9,7 +9,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from deepspeed_recipes.commands import export as export_script
-from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.training_setup import training_setup
 from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, pages
@@ -21,6 +20,7 @@ from deepspeed_recipes.training.methods.preferences import RunRewardTrainer
 from deepspeed_recipes.training.model import heads, load
 from deepspeed_recipes.training.model_folder import base_model
 from tests.parity import gate
+from tests.ranks import run_on
 from tests.small import small
 
 
@@ -66,14 +66,13 @@ def test_the_plan_of_a_reward_model_has_two_sequences_and_no_second_model():
     assert setup.scores and not setup.reference and not setup.packing
 
 
-def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, capsys):
+def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, refusal):
     assert base_model.head_of(model_folder) == "vocabulary"
     model = load.load_model(small(model_folder, model_folder, method="reward"))
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     assert base_model.head_of(tmp_path) == "scores" and not base_model.labels_of(tmp_path)
-    assert main.run("generate", [str(tmp_path), "Ada?"]) == 2
-    assert "a reward model, which outputs a number" in capsys.readouterr().err
+    assert "a reward model, which outputs a number" in refusal("generate", tmp_path, "Ada?")
     write_json(tmp_path / "adapter_config.json", {"task_type": "CAUSAL_LM"})
     assert base_model.head_of(tmp_path) == "vocabulary"
 
@@ -114,11 +113,9 @@ def rewards(folder, tokenizer, texts, **options):
 
 @pytest.mark.parametrize("lora", [None, pytest.param(Lora(rank=4), marks=pytest.mark.every)], ids=["full", "lora"])
 def test_it_ranks_resumes_and_is_loaded_by_transformers(ranks, tmp_path, model_folder, pairs, lora):
-    run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, pairs, "zero3.json", method="reward", lora=lora, save_steps=3, learning_rate=3e-3)
     recipe = replace(recipe, data=replace(recipe.data, validation=str(pairs)), schedule=Schedule("cosine", 0.1))
-    write_recipe(run, replace(recipe, global_batch_size=4, micro_batch_size=1))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, global_batch_size=4, micro_batch_size=1), tmp_path)
     summary, records = read_json(run.summary), read_jsonl(run.metrics)
     assert summary["metric"] == "preference_accuracy" and summary["after"] > summary["before"]
     assert all(0 <= row["rewards/accuracies"] <= 1 for row in records)
@@ -133,7 +130,7 @@ def test_it_ranks_resumes_and_is_loaded_by_transformers(ranks, tmp_path, model_f
     given = rewards(folder, tokenizer, ["Count to 3.", "0 1 2", "2 1 0"])
     assert len(set(given)) == 3
 
-    gate.resume(ranks, run, tmp_path, 2)
+    gate.resume(ranks, run, tmp_path)
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):
         for name in ("loss", "grad_norm", "rewards/margins", "rewards/accuracies"):
             assert row[name] == pytest.approx(before[name], rel=1e-6), (row["step"], name)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.recipe import own_code, pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -19,12 +18,12 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_rec
 from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import examples
 from deepspeed_recipes.samples import rewards as sample_rewards
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.forms import formats
 from deepspeed_recipes.training.methods import grpo
 from deepspeed_recipes.training.methods.averages import Averages
 from deepspeed_recipes.training.methods.rollouts import hooks, scoring
 from tests.parity import gate
+from tests.ranks import run_on
 from tests.small import small
 from tests.tiers import tiered
 from tests.workers.grpo_alone import GRPO
@@ -252,7 +251,6 @@ def test_it_resumes_exactly_with_its_rollouts_and_shows_the_best_and_the_worst(
     ranks, tmp_path, model_folder, conversations, functions, iterations
 ):
     """Step 3 is the first of two updates with a rollout: the second has to find the same answers. Then a new epoch."""
-    run = RunFolder(tmp_path / "run")
     recipe = small(
         model_folder,
         conversations,
@@ -266,10 +264,9 @@ def test_it_resumes_exactly_with_its_rollouts_and_shows_the_best_and_the_worst(
         schedule=Schedule("cosine", 0.1),
     )
     recipe = replace(recipe, data=replace(recipe.data, validation=str(conversations)))
-    write_recipe(run, replace(recipe, learning_rate=3e-3))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, learning_rate=3e-3), tmp_path)
     records, answers = read_jsonl(run.metrics), read_jsonl(run.rollouts)
-    gate.resume(ranks, run, tmp_path, 2)
+    gate.resume(ranks, run, tmp_path)
     assert len(records) == 6
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):
         for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio/both"):
@@ -294,16 +291,14 @@ def test_a_run_survives_answers_without_a_reward(ranks, tmp_path, model_folder, 
         "    if answer != example['expected'] and at == 3: raise ValueError(answer)\n"
         "    return at\n"
     )
-    run = RunFolder(tmp_path / "run")
     grpo = replace(GRPO, iterations=1, reward_seconds=0.2)
     recipe = small(model_folder, conversations, "zero2.json", method=grpo, reward=f"{path}:flaky", max_steps=3)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     shares = [row["rewards/failed"] for row in read_jsonl(run.metrics)]
     assert len(shares) == 3 and 0 < max(shares) < 1 and all(row["grad_norm"] > 0 for row in read_jsonl(run.metrics))
 
 
-def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, functions, tmp_path, capsys):
+def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, functions, tmp_path, refusal):
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     write_recipe(run, replace(tiny, reward=f"{functions}:good"))
@@ -311,5 +306,4 @@ def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, fun
     complete = {"layout": {}, "world_size": 1}
     (run.checkpoints / "checkpoint-1" / "complete.json").write_text(json.dumps(complete), encoding="utf-8")
     words = ["tiny", "grpo", "--resume", "--output-dir", str(run.path), "--dry-run"]
-    assert main.run("launch", words) == 2
-    assert "refusing to run code named only in a run folder" in capsys.readouterr().err
+    assert "refusing to run code named only in a run folder" in refusal("launch", *words)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import node
 from deepspeed_recipes.machine import run_lock
 from deepspeed_recipes.recipe import pages, run_folder
@@ -47,12 +46,11 @@ def writer(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--resume"], []], ids=["resumed", "started"])
-def test_a_run_that_is_being_written_cannot_be(words, writer, capsys):
+def test_a_run_that_is_being_written_cannot_be(words, writer, refusal):
     process, run = writer
     shutil.rmtree(run.checkpoints)  # as before the first one: the folder must not be called one to remove
     holder = json.loads((run.path / run_lock.NAME).read_text())
-    assert run_command("launch", ["tiny", "full", *words, "--output-dir", str(run.path)]) == 2
-    said = capsys.readouterr().err
+    said = refusal("launch", "tiny", "full", *words, "--output-dir", run.path)
     assert f"written by process {process.pid} on {holder['host']}" in said and said.count("\n") == 1
     with pytest.raises(UserError, match=f"process {process.pid} on"), run_lock.hold(run.path):
         pass

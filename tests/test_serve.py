@@ -378,7 +378,7 @@ def test_the_ready_lines_ask_for_the_first_adapter(models):
         (["four_bits"], "merge it first"),
     ],
 )
-def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, refusal, monkeypatch):
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
     for name, source in (("whole", None), ("one", None), ("other", None), ("elsewhere", "one"), ("four_bits", "one")):
         shutil.copytree(models / (source or name), tmp_path / name)
@@ -395,8 +395,7 @@ def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, capsys,
     )
     monkeypatch.chdir(tmp_path)
     port = [] if "--port" in words else ["--port", str(free_port())]
-    assert run_command("serve", [*words, *port]) == 2
-    error = capsys.readouterr().err
+    error = refusal("serve", *words, *port)
     assert said in error and error.count("\n") == 1, error
 
 

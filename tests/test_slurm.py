@@ -24,11 +24,9 @@ from deepspeed_recipes.recipe.run_folder import (
     read_json,
     read_jsonl,
     step_of,
-    write_recipe,
 )
-from deepspeed_recipes.training import run as training_run
 from tests.launching import LAUNCH
-from tests.ranks import free_port
+from tests.ranks import free_port, run_on
 from tests.small import small
 from tests.test_hosts import overrides, wait_for_step
 from tests.test_launch import ranks_of
@@ -367,9 +365,8 @@ def submitted(cluster, run, *words):
 @pytest.mark.parametrize("ending", ["preemption", "time limit"])
 def test_a_stopped_job_resumes_by_itself(ending, cluster, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=50, learning_rate=1e-3)
-    one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
-    write_recipe(one, recipe)
-    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    run = RunFolder(tmp_path / "run")
+    one = run_on(ranks, recipe, tmp_path, name="one")
     process = submitted(cluster, run, "--nodes", "2", *overrides(recipe))
     wait_for_step(process, run, 4)
     job = cluster.ask("squeue", "-h", "-o", "%i").strip()
@@ -416,9 +413,8 @@ def test_ctrl_c_leaves_the_job_running_and_a_failed_job_fails(cluster, model_fol
 @pytest.mark.every
 def test_after_a_rank_dies_the_nodes_restart_in_the_same_job(cluster, ranks, model_folder, conversations, tmp_path):
     recipe = small(model_folder, conversations, "zero3.json", max_steps=60, save_steps=10, learning_rate=1e-3)
-    one, run = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run")
-    write_recipe(one, recipe)
-    ranks.check(training_run.main, str(one.path), log=tmp_path / "log")
+    run = RunFolder(tmp_path / "run")
+    one = run_on(ranks, recipe, tmp_path, name="one")
     process = submitted(cluster, run, "--nodes", "2", "--max-restarts", "1", *overrides(recipe))
     wait_for_step(process, run, 15)
     next(rank for rank in ranks_of(run) if rank.environ()["RANK"] == "1").kill()

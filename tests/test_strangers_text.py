@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from huggingface_hub import ModelCard
 
-from deepspeed_recipes.commands import generate, main, serve
+from deepspeed_recipes.commands import generate, serve
 from deepspeed_recipes.export.evaluate import harness
 from deepspeed_recipes.export.quantize import gguf
 from deepspeed_recipes.export.serve import engines, served
@@ -140,14 +140,13 @@ def test_a_report_holds_any_text(text):
     assert "<script" not in page and "\x1b" not in page and "\x07" not in page
 
 
-def test_a_terminal_is_steered_by_no_answer(capsys):
+def test_a_terminal_is_steered_by_no_answer(capsys, refusal):
     attack = "\x1b]0;title\x07\x1b[2J\r\x9b1mé\n\u202e"
     generate.chat(lambda turns: iter(attack), [], ["hello"])
     shown = capsys.readouterr().out
     assert not set("\x1b\x07\r\x9b\u202e") & set(shown) and "é\n" in shown
     assert printable("a\tb\nc") == "a\tb\nc"
-    assert main.run("report", [f"/nowhere{attack}"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
+    assert "\x1b" not in refusal("report", f"/nowhere{attack}")
 
 
 @pytest.mark.parametrize("name", ["-x", "--trust-remote-code", "a\nb", "a/b", "\x1b[2J"])

@@ -28,7 +28,7 @@ from deepspeed_recipes.training.checkpoint import fingerprint
 from deepspeed_recipes.training.data import collate, sources, tokenize
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.conftest import conversation
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.tiers import tiered
 
@@ -155,9 +155,7 @@ def test_a_run_says_what_its_data_is(ranks, model_folder, tmp_path):
     path = f"{write(tmp_path / 'a.jsonl', 30, 'a')},{write(tmp_path / 'b.jsonl', 10, 'b')}"
     recipe = small(model_folder, path, max_steps=1)
     recipe = replace(recipe, data=Data(path, validation_share=0.25, max_examples=20))
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     first, second = read_logs(tmp_path / "log")
     for part in ("a.jsonl: 30 examples in the form messages", "b.jsonl: 10 examples in the form messages"):
         assert part in first

@@ -20,7 +20,7 @@ from deepspeed_recipes.machine import children
 from deepspeed_recipes.recipe.run_folder import REWIND, RunFolder, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import stopping
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.servers import eventually
 from tests.small import small
 from tests.tiers import tiered
@@ -198,9 +198,7 @@ def test_a_run_that_hangs_ends_and_shows_where(ranks, tmp_path, model_folder, co
 
 
 def test_the_watchdog_can_be_off_and_costs_little(ranks, tmp_path, model_folder, conversations, monkeypatch):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, small(model_folder, conversations, hang_minutes=0))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, small(model_folder, conversations, hang_minutes=0), tmp_path)
     assert not list(run.ranks.glob("*.stack")) and len(list(run.ranks.glob("*.log"))) == 2
     monkeypatch.setenv("RANK", "0")
     dog = stopping.Watchdog(run, 1)

@@ -82,11 +82,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_get_a_line_before_anything_starts(tmp_path, capsys, case):
+def test_mistakes_get_a_line_before_anything_starts(tmp_path, refusal, case):
     words, said = MISTAKES[case]
     folder = tmp_path / "sweep"
-    assert main.run("sweep", ["tiny", "full", "--output-dir", str(folder), *words]) == 2
-    error = capsys.readouterr().err
+    error = refusal("sweep", "tiny", "full", "--output-dir", folder, *words)
     assert said in error and error.count("\n") <= 2 and not folder.exists()
 
 

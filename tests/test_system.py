@@ -20,11 +20,11 @@ import torch
 
 from deepspeed_recipes.machine import readings
 from deepspeed_recipes.machine.readings import Host
-from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl
 from deepspeed_recipes.training import distributed
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import system_log
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.workers import system_log as worker
 
@@ -34,10 +34,7 @@ GPU = {"gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperature_
 
 
 def trained(ranks, folder, model, data, function, *words, steps=3):
-    run = RunFolder(folder / "run")
-    write_recipe(run, small(model, data, "zero2.json", max_steps=steps))
-    ranks.check(function, str(run.path), *words, log=folder / "log")
-    return run
+    return run_on(ranks, small(model, data, "zero2.json", max_steps=steps), folder, function=function, words=words)
 
 
 @pytest.mark.every

@@ -19,13 +19,13 @@ from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Embed
 from deepspeed_recipes.recipe.recipe import Data, Layout, Lora, Schedule
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import read_json, read_jsonl
 from deepspeed_recipes.training.data import classes, load
 from deepspeed_recipes.training.data.forms import formats
 from deepspeed_recipes.training.methods import classify, embed
 from deepspeed_recipes.training.model_folder import base_model, card, complete
 from tests.parity import gate
+from tests.ranks import run_on
 from tests.small import small
 
 
@@ -206,14 +206,13 @@ CASES = [(method, lora) for method in ("classify", "embed") for lora in (False, 
 @pytest.mark.every
 @pytest.mark.parametrize(("method", "lora"), CASES)
 def test_it_learns_resumes_and_is_loaded_by_transformers(
-    ranks, tmp_path, model_folder, labelled, matching, capsys, method, lora
+    ranks, tmp_path, model_folder, labelled, matching, capsys, refusal, method, lora
 ):
-    data, run = labelled if method == "classify" else matching, RunFolder(tmp_path / "run")
+    data = labelled if method == "classify" else matching
     recipe = small(model_folder, data, f"zero{2 if lora else 3}.json", method=method, save_steps=3, micro_batch_size=2)
     recipe = replace(recipe, lora=Lora(rank=4) if lora else None, learning_rate=3e-3 if method == "classify" else 1e-3)
     recipe = replace(recipe, data=replace(recipe.data, validation=str(data)), schedule=Schedule("cosine", 0.1))
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     summary, records = read_json(run.summary), read_jsonl(run.metrics)
     evaluations = read_jsonl(run.evaluations)
     assert all(0 <= row["accuracy"] <= 1 for row in records) and records[-1]["loss"] < records[0]["loss"]
@@ -230,14 +229,13 @@ def test_it_learns_resumes_and_is_loaded_by_transformers(
         check_embeddings(folder, matching, summary, recipe)
     known = {"accuracy", "recall_at_1", "held-out examples"}
     assert any(word.replace("_", " ") in screen.splitlines()[-1] for word in known)
-    assert main.run("generate", [str(folder), "Ada?"]) == 2
-    assert ("a classifier" if method == "classify" else "an embedding model") in capsys.readouterr().err
+    assert ("a classifier" if method == "classify" else "an embedding model") in refusal("generate", folder, "Ada?")
     assert main.run("evaluate", [str(run.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metric"] == summary["metric"] and found["models"][0]["score"] == pytest.approx(summary["after"])
     assert {file.name for file in push.files(folder)} >= {"README.md", "training/recipe.json"}
 
-    gate.resume(ranks, run, tmp_path, 2)
+    gate.resume(ranks, run, tmp_path)
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):
         for name in ("loss", "grad_norm", "accuracy"):
             assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching import restarts
 from deepspeed_recipes.launching.supervise import Outcome
 from deepspeed_recipes.recipe import overrides, pages
@@ -327,19 +326,17 @@ def test_offline_records_survive_blocks_and_a_cut(tmp_path):
         ("tracking=neptune", "no such tracker. Choose from wandb, tensorboard, mlflow, trackio, or none"),
     ],
 )
-def test_unknown_trackers_are_refused(capsys, word, said):
-    assert main.run("launch", ["tiny", "full", word, "--dry-run"]) == 2
-    error = capsys.readouterr().err
+def test_unknown_trackers_are_refused(refusal, word, said):
+    error = refusal("launch", "tiny", "full", word, "--dry-run")
     assert said in error and error.count("\n") == 1
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_line_that_installs_it(capsys, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_refused_with_the_line_that_installs_it(refusal, tmp_path, monkeypatch):
     missing = "mlflow"
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
     words = ["tiny", "full", f"tracking=wandb,{missing}", "--output-dir", str(tmp_path / "run")]
-    assert main.run("launch", words) == 2
-    error = capsys.readouterr().err
+    error = refusal("launch", *words)
     assert f"tracking={missing}: {missing} is not installed; pip install {missing}, or leave it out" in error
     assert error.count("\n") == 1 and not (tmp_path / "run").exists()
 

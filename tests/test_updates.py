@@ -26,7 +26,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import updates
 from deepspeed_recipes.training.optimizer import rate_schedule
 from deepspeed_recipes.training.trainer import RunTrainer
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.tiers import tiered
 
@@ -365,9 +365,7 @@ def test_an_engine_updates_at_these_rates(ranks, tmp_path, model_folder, convers
         schedule=CASES[name][0],
         layer_decay=0.5 if layout == "data" else 1.0,  # several groups, each with a share of the rate
     )
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     assert [row["learning_rate"] for row in read_jsonl(run.metrics)] == pytest.approx(theirs(name))
 
 

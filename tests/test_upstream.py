@@ -49,7 +49,7 @@ from deepspeed_recipes.training.model import draft
 from tests import ROOT
 from tests.launching import train_with
 from tests.parity import gate
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import small
 from tests.versions import needs
 from tests.workers import (
@@ -236,10 +236,8 @@ def test_bitsandbytes_repacks_on_the_cpu():
 @pytest.mark.every
 def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, model_folder, conversations):
     """`separate_step_counters` in training/upstream.py can go when every loaded state has a counter of its own."""
-    run = RunFolder(tmp_path / "run")
     recipe = small(model_folder, conversations, "zero3.json", max_steps=1, save_steps=1)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     write_recipe(run, replace(recipe, max_steps=2))
     universal.convert(newest_checkpoint(run))
     ranks.check(universal_groups.main, str(run.path), world_size=1, log=tmp_path / "resumed")
@@ -299,11 +297,9 @@ def test_pytorch_has_no_ring_attention_on_cpus(ranks, tmp_path):
 @pytest.mark.every
 def test_zenflow_checkpoints_lose_pending_updates(ranks, tmp_path, model_folder, conversations):
     """`check` in checkpoint/universal.py can let it be resumed when the norms go on as they were."""
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, small(model_folder, conversations, "zenflow.json", save_steps=3))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, small(model_folder, conversations, "zenflow.json", save_steps=3), tmp_path)
     undisturbed = read_jsonl(run.metrics)[-1]["grad_norm"]
-    gate.resume(ranks, run, tmp_path, world_size=2)
+    gate.resume(ranks, run, tmp_path)
     assert abs(read_jsonl(run.metrics)[-1]["grad_norm"] / undisturbed - 1) > 0.01
 
 

@@ -1,19 +1,22 @@
 """The parity gate: trains a recipe and compares it with the same training in plain PyTorch."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from deepspeed_recipes.prove.techniques import of_settings as recipe_for
+from deepspeed_recipes.recipe.recipe import Recipe
 from deepspeed_recipes.recipe.run_folder import RunFolder, forget_after, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from tests.parity import plain
+from tests.ranks import run_on
 
 __all__ = ["recipe_for"]
 
@@ -23,12 +26,17 @@ NORM = 1e-4
 """PyTorch's own norm of a gradient as large as an embedding's, in fp32, is 8e-6 off that in fp64."""
 
 
-def train_with_a_break(
-    ranks: Any, run: RunFolder, log: Path, world_size: int, function: Callable[[str], None] = training_run.main
-) -> None:
-    """Train a recipe that saves at step 3, and again from there."""
-    ranks.check(function, str(run.path), log=log / "log", world_size=world_size)
-    resume(ranks, run, log, world_size, function)
+def run_with_a_break(
+    ranks: Any,
+    recipe: Recipe,
+    folder: Path,
+    world_size: int = 2,
+    function: Callable[[str], None] = training_run.main,
+) -> RunFolder:
+    """Train a recipe that saves at step 3, and again from there, and return the run."""
+    run = run_on(ranks, recipe, folder, world_size, function=function)
+    resume(ranks, run, folder, world_size, function)
+    return run
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Reference:
 
 
 def resume(
-    ranks: Any, run: RunFolder, log: Path, world_size: int, function: Callable[[str], None] = training_run.main
+    ranks: Any, run: RunFolder, log: Path, world_size: int = 2, function: Callable[[str], None] = training_run.main
 ) -> None:
     """Remove what a run did after step 3, and train it again from there."""
     forget_after(run, run.checkpoints / "checkpoint-3")
@@ -60,6 +68,19 @@ def agree(
     agree_on_steps(run, records, norms)
     exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
     assert set(exported) == set(weights)
+    near(exported, weights)
+
+
+def agree_on_adapters(run: RunFolder, records: list[dict[str, float]], weights: dict[str, torch.Tensor]) -> None:
+    """Fail unless every loss, every gradient norm and the exported adapters are the reference's."""
+    agree_on_steps(run, records)
+    exported = load_file(run.export / "adapter_model.safetensors")
+    assert len(exported) == sum("lora_" in name for name in weights)
+    near({name.replace(".weight", ".default.weight"): weight for name, weight in exported.items()}, weights)
+
+
+def near(exported: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Fail unless exported weights are the reference's."""
     for name, weight in exported.items():
         assert plain.worst(weight, weights[name]) <= 1, name
 

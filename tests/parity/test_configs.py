@@ -16,13 +16,14 @@ from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_json, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import transforms
 from deepspeed_recipes.training.model.load import DTYPES
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 
 EXACT = plain.Settings()
@@ -130,12 +131,11 @@ def start(ranks, tmp_path, models, conversations):
     def run(name, precision, main=training_run.main, **changes):
         if precision == "fp16" and not get_accelerator().is_fp16_supported():
             pytest.skip("this processor has no fp16")
-        folder, settings = RunFolder(tmp_path / "run"), EXACT if precision == "fp32" else ROUNDED
+        settings = EXACT if precision == "fp32" else ROUNDED
         options = {"layout": LAYOUTS.get(name, Layout()), "precision": precision, **changes}
         model = models[name in MIXTURES]
-        write_recipe(folder, gate.recipe_for(settings, model, conversations, f"{name}.json", **options))
-        ranks.check(main, str(folder.path), log=tmp_path / "log")
-        return folder
+        recipe = gate.recipe_for(settings, model, conversations, f"{name}.json", **options)
+        return run_on(ranks, recipe, tmp_path, function=main)
 
     return run
 

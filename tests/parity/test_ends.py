@@ -21,13 +21,12 @@ from deepspeed_recipes.recipe.run_folder import (
     read_jsonl,
     read_recipe,
     step_of,
-    write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import lora as adapters
 from tests.conftest import conversation, write_rows
 from tests.parity import gate, plain
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.tiers import tiered
 from tests.workers.quick_launch import quick_launch
 
@@ -117,9 +116,7 @@ def finished(ranks, tmp_path_factory, model_folder, conversations, held_out):
     @cache
     def train(case):
         folder = tmp_path_factory.mktemp(case)
-        run = RunFolder(folder / "run")
-        write_recipe(run, recipe_of(case, model_folder, conversations, held_out))
-        ranks.check(training_run.main, str(run.path), log=folder / "log")
+        run = run_on(ranks, recipe_of(case, model_folder, conversations, held_out), folder)
         return run, read_logs(folder / "log")[0]
 
     return train

@@ -18,7 +18,6 @@ from deepspeed_recipes.recipe import deepspeed_file
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Recipe
 from deepspeed_recipes.recipe.run_folder import (
-    RunFolder,
     forget_after,
     newest_checkpoint,
     read_json,
@@ -35,6 +34,7 @@ from deepspeed_recipes.training.parallel import expert
 from tests import ROOT
 from tests.conftest import write_rows
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import mistakes
 
@@ -154,10 +154,13 @@ CORE = {("deepseek_v3", 3, 4, 1)}
 def test_same_model_as_plain_pytorch(
     ranks, tmp_path, conversations, mixture, reference, family, stage, world_size, accumulation
 ):
-    run = RunFolder(tmp_path / "run")
     size = 8 // world_size // accumulation
-    write_recipe(run, recipe_for(mixture(family), conversations, tmp_path, stage, micro_batch_size=size))
-    ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "log")
+    run = run_on(
+        ranks,
+        recipe_for(mixture(family), conversations, tmp_path, stage, micro_batch_size=size),
+        tmp_path,
+        world_size=world_size,
+    )
     gate.agree(run, *reference(family))
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == stage
@@ -177,12 +180,10 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
     ranks, tmp_path, conversations, mixture, family, stage, world_size, spread
 ):
     """Written by four ranks with the experts spread over two, resumed as they were or on other ranks."""
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_for(
         mixture(family), conversations, tmp_path, stage, global_batch_size=4, micro_batch_size=1, save_steps=3
     )
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), world_size=4, log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path, world_size=4)
     expected = read_jsonl(run.metrics)
     weights = load_file(run.export / "model.safetensors")
     shutil.rmtree(run.checkpoints / "checkpoint-6")
@@ -205,10 +206,8 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
 @pytest.mark.parametrize(("family", "stage"), tiered([("mixtral", 1), ("deepseek_v3", 3)], {("deepseek_v3", 3)}))
 def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conversations, mixture, family, stage):
     """A learning rate that is lost in rounding, so that the weights are those that plain transformers wrote."""
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_for(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
-    write_recipe(run, recipe)
-    ranks.check(mistakes.untrained, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path, function=mistakes.untrained)
     before = (mixture(family) / "model.safetensors").read_bytes()
     assert (run.export / "model.safetensors").read_bytes() == before
     assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before
@@ -217,7 +216,7 @@ def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conve
 @pytest.mark.parametrize("stage", tiered([1, 3], {1}))
 def test_answers_of_different_lengths_are_all_written(ranks, tmp_path, mixture, stage):
     """A rank that has ended its answer computes on: it holds experts that the others' tokens need."""
-    run, long = RunFolder(tmp_path / "run"), "0 1 2 3 4 5 6 7 8 9 " * 3
+    long = "0 1 2 3 4 5 6 7 8 9 " * 3
     turns = [[("user", f"Q{one}?"), ("assistant", answer)] for one, answer in enumerate(["Yes.", long])]
     data = write_rows(
         tmp_path / "data.jsonl",
@@ -225,8 +224,7 @@ def test_answers_of_different_lengths_are_all_written(ranks, tmp_path, mixture, 
     )
     recipe = recipe_for(mixture("qwen3_moe"), data, tmp_path, stage, global_batch_size=2, micro_batch_size=1)
     data = replace(recipe.data, validation=str(data), metric="exact_match")
-    write_recipe(run, replace(recipe, data=data, max_steps=60, learning_rate=5e-3, weight_decay=0.0))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, data=data, max_steps=60, learning_rate=5e-3, weight_decay=0.0), tmp_path)
     assert read_json(run.summary)["after"] == 1.0, "both answers are learned, so their lengths differ"
 
 
@@ -236,11 +234,9 @@ def test_answers_of_different_lengths_are_all_written(ranks, tmp_path, mixture, 
 def test_balanced_like_plain_transformers(ranks, tmp_path, conversations, mixture, family, config, layout):
     """The loss is the mean over conversations of each one's own: each is a micro-batch here."""
     settings = replace(SETTINGS, router_aux_loss_coef=BALANCED)
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_for(mixture(family), conversations, tmp_path, 1, micro_batch_size=1, router_aux_loss_coef=BALANCED)
     recipe = replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout, gradient_checkpointing=True)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     gate.agree(run, *plain.train(mixture(family), conversations, settings))
     first = read_jsonl(run.metrics)[0]
     expected = routed(mixture(family), conversations)
@@ -272,10 +268,8 @@ def test_only_the_recipe_asks_for_balance(ranks, tmp_path, conversations, mixtur
     shutil.copytree(mixture("qwen3_moe"), tmp_path / "model")
     said = read_json(tmp_path / "model" / "config.json") | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     write_json(tmp_path / "model" / "config.json", said)
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_for(tmp_path / "model", conversations, tmp_path, 1, micro_batch_size=1, tiled_loss=tiled)
-    write_recipe(run, replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, deepspeed=str(ROOT / "configs" / config), layout=layout), tmp_path)
     gate.agree(run, *reference("qwen3_moe"))
     after = read_json(run.export / "config.json")
     assert all(after[key] == said[key] for key in ("router_aux_loss_coef", "output_router_logits"))

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed_recipes.recipe.recipe import Layout
-from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
+from tests.ranks import run_on
 from tests.small import small
 from tests.tiers import tiered
 from tests.workers import mistakes
@@ -23,11 +23,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", tiered(LAYOUTS, {"zero3", "pipeline_tensor"}))
 def test_the_bytes_are_the_same(ranks, tmp_path, model_folder, conversations, name):
     config, layout, world_size = LAYOUTS[name]
-    run = RunFolder(tmp_path / "run")
     # A step that is zero in fp32.
     still = {"learning_rate": 1e-60, "weight_decay": 0.0, "max_steps": 1, "save_steps": 1}
-    write_recipe(run, small(model_folder, conversations, config, layout=layout, micro_batch_size=2, **still))
-    ranks.check(mistakes.untrained, str(run.path), log=tmp_path / "log", world_size=world_size)
+    recipe = small(model_folder, conversations, config, layout=layout, micro_batch_size=2, **still)
+    run = run_on(ranks, recipe, tmp_path, world_size, function=mistakes.untrained)
     started = load_file(model_folder / "model.safetensors")
     for folder in (run.export, run.checkpoints / "checkpoint-1"):
         exported = {}

@@ -12,7 +12,7 @@ from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.model_profile import counts
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_json
 from tests.parity import gate, plain
 from tests.ranks import read_logs
 from tests.tiers import tiered
@@ -42,10 +42,8 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
     ranks, tmp_path, model_folder, conversations, config, choice
 ):
     settings, chosen = CHOICES[choice]
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(SETTINGS, model_folder, conversations, config, save_steps=3, **settings)
-    write_recipe(run, recipe)
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     gate.agree(run, *plain.train(model_folder, conversations, SETTINGS, prepare=keeping(chosen)))
     exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
     before = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).state_dict()

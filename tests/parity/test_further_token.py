@@ -18,7 +18,7 @@ from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError, errors_only
 from deepspeed_recipes.recipe.recipe import Draft, Lora
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model import draft, load
 from deepspeed_recipes.training.model import lora as adapters
@@ -122,11 +122,10 @@ def core(case):
 def test_the_head_trains_as_in_a_plain_loop_and_is_exported(
     ranks, tmp_path, bases, conversations, family, config, lora, changes
 ):
-    folder, run = bases(family), RunFolder(tmp_path / "run")
+    folder = bases(family)
     recipe = gate.recipe_for(SETTINGS, folder, conversations, config, lora=lora, save_steps=3, **changes)
     recipe = replace(recipe, model=replace(recipe.model, train_mtp=True))
-    write_recipe(run, recipe)
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     records, model, head = train(
         folder, conversations, lora, recipe.seed, settings=replace(SETTINGS, learn_prompts=recipe.loss_on == "all")
     )

@@ -9,11 +9,12 @@ from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_jsonl
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model.lora import add
 from tests import ROOT
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.small import in_round_robin, in_sub_groups
 from tests.tiers import tiered
 from tests.workers import mistakes
@@ -110,10 +111,7 @@ def worst(run, records) -> dict[str, float]:
 
 
 def trained(ranks, folder, case, model, data, main=training_run.main):
-    run = RunFolder(folder / "run")
-    write_recipe(run, recipe_of(case, model, data, folder))
-    ranks.check(main, str(run.path), log=folder / "log", world_size=case.world_size)
-    return run
+    return run_on(ranks, recipe_of(case, model, data, folder), folder, case.world_size, function=main)
 
 
 @pytest.mark.parametrize("case", tiered([*CORE, *MORE], CORE), ids=str)

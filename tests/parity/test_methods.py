@@ -17,12 +17,12 @@ from torch.utils.data import SequentialSampler
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.recipe import Layout
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json
 from deepspeed_recipes.training.data import collate
 from deepspeed_recipes.training.methods import preferences
 from deepspeed_recipes.training.trainer import RunHooks
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import own_code, trl_alone
 
@@ -66,7 +66,6 @@ CORE = {("dpo", 3, False), ("kto", 2, True)}
 
 @pytest.mark.parametrize(("method", "stage", "lora"), tiered(CASES, CORE))
 def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone, method, stage, lora):
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(
         SETTINGS,
         model_folder,
@@ -77,8 +76,7 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
         micro_batch_size=4 if method == "kto" else 2,  # with fewer, other answers estimate the KL
         callbacks=f"{own_code.__file__}:Recorder",
     )
-    write_recipe(run, recipe)
-    ranks.check(own_code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path, function=own_code.train, words=[str(tmp_path)])
 
     reference = alone(method, lora)
     gate.agree_on_steps(run, reference.records)
@@ -86,8 +84,7 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
     assert all(row["loss_in_bits"] == pytest.approx(row["loss"] / math.log(2)) for row in read_jsonl(run.metrics))
     exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
     assert set(exported) == set(reference.weights)
-    for name, weight in exported.items():
-        assert plain.worst(weight, reference.weights[name]) <= 1, name
+    gate.near(exported, reference.weights)
     assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
     for ours, theirs in zip(read_jsonl(run.metrics), reference.records, strict=True):
         for name, of_trl in NUMBERS[method].items():
@@ -108,16 +105,16 @@ def test_each_pair_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
     ranks, tmp_path, model_folder, pairs, method, count, micro_batch_size, stage
 ):
     """Every step is an epoch of fewer pairs than a global batch: one rank has fewer of them, or none."""
-    data, output, run = tmp_path / "few.jsonl", tmp_path / "alone", RunFolder(tmp_path / "run")
+    data, output = tmp_path / "few.jsonl", tmp_path / "alone"
     data.write_text("".join(pairs.read_text(encoding="utf-8").splitlines(keepends=True)[:count]), encoding="utf-8")
     ranks.check(trl_alone.train, method, str(model_folder), str(data), str(output), False, log=output, world_size=1)
-    write_recipe(
-        run,
+    run = run_on(
+        ranks,
         gate.recipe_for(
             SETTINGS, model_folder, data, f"zero{stage}.json", method=method, micro_batch_size=micro_batch_size
         ),
+        tmp_path,
     )
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     records = json.loads((output / "records.json").read_text())
     gate.agree_on_steps(run, records)
     expected = load_file(output / "model.safetensors")
@@ -173,18 +170,13 @@ CASES = [(stage, lora, broken) for stage in range(4) for lora in (False, True) f
 def test_a_reference_that_is_computed_once_trains_the_same_model(
     ranks, tmp_path, model_folder, pairs, alone, stage, lora, broken
 ):
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(SETTINGS, model_folder, pairs, f"zero{stage}.json", method="dpo", save_steps=3 * broken)
     adapters = trl_alone.ADAPTERS if lora else None
-    write_recipe(run, replace(recipe, lora=adapters, micro_batch_size=2, method=Dpo(precompute=True)))
-    if broken:
-        gate.train_with_a_break(ranks, run, tmp_path, 2)
-    else:
-        ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    recipe = replace(recipe, lora=adapters, micro_batch_size=2, method=Dpo(precompute=True))
+    run = (gate.run_with_a_break if broken else run_on)(ranks, recipe, tmp_path)
     gate.agree_on_steps(run, alone("dpo", lora).records)
     exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
-    for name, weight in exported.items():
-        assert plain.worst(weight, alone("dpo", lora).weights[name]) <= 1, name
+    gate.near(exported, alone("dpo", lora).weights)
     assert len(read_json(run.reference)) == 8
 
 

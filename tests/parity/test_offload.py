@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
 from deepspeed_recipes.training import run as training_run
 from tests import ROOT
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.test_configs_run import LIBAIO
 from tests.tiers import tiered
 from tests.workers import mistakes
@@ -32,11 +33,8 @@ def train(ranks, tmp_path):
                 config["zero_optimization"][block]["nvme_path"] = str(tmp_path / "drive")
         path = tmp_path / f"{name}.json"
         write_json(path, config)
-        folder = RunFolder(tmp_path / "run")
-        size = 8 // 2 // accumulation
-        write_recipe(folder, gate.recipe_for(settings, model, data, str(path), micro_batch_size=size))
-        ranks.check(function, str(folder.path), log=tmp_path / "log")
-        return folder
+        recipe = gate.recipe_for(settings, model, data, str(path), micro_batch_size=8 // 2 // accumulation)
+        return run_on(ranks, recipe, tmp_path, function=function)
 
     return run
 

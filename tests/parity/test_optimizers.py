@@ -19,6 +19,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import noise
 from tests.parity import gate, plain, plain_optimizers
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import muon
 
@@ -33,16 +34,10 @@ def train(ranks, tmp_path, model_folder, conversations):
     """Return a function that trains a recipe under a ZeRO stage, with a break after step 3 where that is asked for."""
 
     def run(stage, settings=SETTINGS, broken=False, function=training_run.main, data=conversations, **changes):
-        folder = RunFolder(tmp_path / "run")
         recipe = gate.recipe_for(
             settings, model_folder, data, f"zero{stage}.json", save_steps=3 * broken, micro_batch_size=2, **changes
         )
-        write_recipe(folder, recipe)
-        if broken:
-            gate.train_with_a_break(ranks, folder, tmp_path, 2, function)
-        else:
-            ranks.check(function, str(folder.path), log=tmp_path / "log")
-        return folder
+        return (gate.run_with_a_break if broken else run_on)(ranks, recipe, tmp_path, function=function)
 
     return run
 
@@ -205,9 +200,8 @@ CASES = [(tied, *layout) for tied in (True, False) for layout in ((0, 1), (1, 1)
 def test_adapters_on_embeddings_and_head_train_as_in_peft(ranks, tmp_path, conversations, tied, stage, tensor):
     folder = techniques.random_qwen3(tmp_path / "model", tie_word_embeddings=tied)
     changes = {"lora": ENDS, "layout": Layout(tensor=tensor), "micro_batch_size": 2, "save_steps": 3}
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, gate.recipe_for(GENTLE, folder, conversations, f"zero{stage}.json", **changes))
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    recipe = gate.recipe_for(GENTLE, folder, conversations, f"zero{stage}.json", **changes)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     records, weights = plain.train(
         folder, conversations, GENTLE, prepare=lambda model: adapters.add(model, ENDS, Recipe.seed)
     )
@@ -303,13 +297,9 @@ CASES = [(stage, broken) for stage in STAGES for broken in (False, True)]
 
 @pytest.mark.parametrize(("stage", "broken"), tiered(CASES, ()))
 def test_the_same_noise_trains_the_same_model(ranks, tmp_path, model_folder, alike, stage, broken):
-    run = RunFolder(tmp_path / "run")
     options = {"neftune_alpha": ALPHA, "micro_batch_size": 1, "save_steps": 3 * broken}
-    write_recipe(run, gate.recipe_for(SETTINGS, model_folder, alike, f"zero{stage}.json", **options))
-    if broken:
-        gate.train_with_a_break(ranks, run, tmp_path, 2)
-    else:
-        ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    recipe = gate.recipe_for(SETTINGS, model_folder, alike, f"zero{stage}.json", **options)
+    run = (gate.run_with_a_break if broken else run_on)(ranks, recipe, tmp_path)
     gate.agree(run, *noisy(model_folder, alike))
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from deepspeed_recipes.recipe import own_code as named
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data, Layout
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
@@ -21,9 +23,10 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training.checkpoint import universal
+from deepspeed_recipes.training.trainer import RunTrainer
 from tests.conftest import write_rows
 from tests.parity import gate, plain
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.workers import own_code as code
 
 SETTINGS = plain.Settings()
@@ -53,9 +56,8 @@ def recipe_of(model_folder, questions, conversations, **changes):
 def trained(ranks, tmp_path_factory, model_folder, questions, conversations):
     """Return the folder of a run with all four, on two ranks, resumed after three of six steps on one rank."""
     folder = tmp_path_factory.mktemp("own")
-    run = RunFolder(folder / "run")
-    write_recipe(run, recipe_of(model_folder, questions, conversations))
-    ranks.check(code.train, str(run.path), str(folder), log=folder / "log")
+    recipe = recipe_of(model_folder, questions, conversations)
+    run = run_on(ranks, recipe, folder, function=code.train, words=[str(folder)])
     (folder / "rank-0.jsonl").rename(folder / "events.jsonl")
     whole = read_jsonl(run.evaluations)
     gate.forget_after(run, run.checkpoints / "checkpoint-3")
@@ -131,12 +133,11 @@ def test_the_callback_sees_the_events_of_a_plain_trainer(trained, tmp_path, monk
 @pytest.mark.every
 def test_a_pipeline_has_the_same_events(ranks, trained, tmp_path, model_folder, questions, conversations):
     _, folder, _ = trained
-    run = RunFolder(tmp_path / "run")
     pipeline = gate.recipe_for(SETTINGS, model_folder, conversations, "pipeline.json", layout=Layout(pipeline=2))
     changes = {"deepspeed": pipeline.deepspeed, "layout": pipeline.layout, "loss": None, "micro_batch_size": 4}
     recipe = recipe_of(model_folder, questions, conversations, **changes | {"data": Data(path=str(conversations))})
-    write_recipe(run, replace(recipe, code=named.digests(recipe)))
-    ranks.check(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
+    recipe = replace(recipe, code=named.digests(recipe))
+    run = run_on(ranks, recipe, tmp_path, function=code.train, words=[str(tmp_path)])
     assert (tmp_path / "rank-0.jsonl").read_text() == (folder / "events.jsonl").read_text()
     assert all("loss_in_bits" in row for row in read_jsonl(run.metrics))
 
@@ -258,10 +259,9 @@ def test_a_metric_that_differs_between_ranks_is_refused_before_training(
 def test_what_the_callback_of_one_rank_asks_for_happens_on_all(
     ranks, tmp_path, model_folder, questions, conversations, failing
 ):
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_of(model_folder, questions, conversations, callbacks=f"{failing}:OnOneRank", save_steps=0)
-    write_recipe(run, replace(recipe, data=replace(recipe.data, metric="loss"), logging_steps=10))
-    ranks.check(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
+    recipe = replace(recipe, data=replace(recipe.data, metric="loss"), logging_steps=10)
+    run = run_on(ranks, recipe, tmp_path, function=code.train, words=[str(tmp_path)])
     assert newest_checkpoint(run) == run.checkpoints / "checkpoint-2"
     assert [row["step"] for row in read_jsonl(run.evaluations)] == [0, 2, 3]
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3] and run.export.exists()
@@ -270,11 +270,10 @@ def test_what_the_callback_of_one_rank_asks_for_happens_on_all(
     assert re.fullmatch(r"after step 3 of \d+: callbacks=.*OnOneRank asked for it", summary["stopped_early"])
 
 
-def test_an_evaluation_without_held_out_examples_is_refused(
-    ranks, tmp_path, model_folder, questions, conversations, failing
-):
-    run = RunFolder(tmp_path / "run")
-    recipe = recipe_of(model_folder, questions, conversations, callbacks=f"{failing}:OnOneRank", save_steps=0)
-    write_recipe(run, replace(recipe, data=replace(recipe.data, validation=None, metric="loss")))
-    assert ranks.run(code.train, str(run.path), str(tmp_path), log=tmp_path / "log") == [2, 2]
-    assert "control.should_evaluate is set after step 2, and no examples are held out" in read_logs(tmp_path / "log")[0]
+def test_an_evaluation_without_held_out_examples_is_refused():
+    context = SimpleNamespace(evaluation=None, recipe=SimpleNamespace(callbacks="mine.py:Mine"))
+    trainer = SimpleNamespace(context=context, state=SimpleNamespace(global_step=2))
+    with pytest.raises(
+        UserError, match=r"mine\.py:Mine: control\.should_evaluate is set after step 2, and no examples"
+    ):
+        RunTrainer.evaluate(trainer)

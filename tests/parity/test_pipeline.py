@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.prove import techniques
@@ -14,10 +13,10 @@ from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model.lora import add
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import mistakes
 
@@ -110,19 +109,16 @@ def recipe_of(case: Case, model: Path, data: Path, **changes):
 
 @pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES[1:]), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, models, conversations, references, case):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe_of(case, models(case.family), conversations))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    run = run_on(ranks, recipe_of(case, models(case.family), conversations), tmp_path, world_size=case.world_size)
     gate.agree(run, *references(case.family))
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("name", ["pipeline.json", "tensor_parallel.json"])
 def test_the_projects_own_files_split_stages_over_ranks(ranks, tmp_path, models, conversations, references, name):
-    run, case = RunFolder(tmp_path / "run"), Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
+    case = Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
     recipe = recipe_of(case, models(case.family), conversations)
-    write_recipe(run, replace(recipe, deepspeed=str(CONFIGS / name)))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=4)
+    run = run_on(ranks, replace(recipe, deepspeed=str(CONFIGS / name)), tmp_path, world_size=4)
     gate.agree(run, *references(case.family))
 
 
@@ -161,10 +157,11 @@ def test_any_number_of_held_out_examples_is_measured(ranks, tmp_path, models, co
     validation = tmp_path / "held_out.jsonl"
     validation.write_text("".join(conversations.read_text().splitlines(keepends=True)[:held_out]))
     case = Case(Layout(pipeline=2), world_size, stage=0, micro_batch=2, family="qwen3-0.6b")
-    folder, run = models(case.family), RunFolder(tmp_path / "run")
+    folder = models(case.family)
     data = Data(path=str(conversations), validation=str(validation), metric="exact_match", max_new_tokens=8)
-    write_recipe(run, replace(recipe_of(case, folder, conversations, max_steps=1), data=data))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    run = run_on(
+        ranks, replace(recipe_of(case, folder, conversations, max_steps=1), data=data), tmp_path, world_size=world_size
+    )
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         sums = [plain.summed_loss(model, *one, SETTINGS) for one in plain.examples(validation, tokenizer, SETTINGS)]
@@ -187,28 +184,24 @@ def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
     """
     data = tmp_path / "few.jsonl"
     data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:examples]))
-    run, case = RunFolder(tmp_path / "run"), Case(Layout(pipeline=2), world_size, 0, micro_batch, family="qwen3-0.6b")
-    write_recipe(run, recipe_of(case, models(case.family), data))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    case = Case(Layout(pipeline=2), world_size, 0, micro_batch, family="qwen3-0.6b")
+    run = run_on(ranks, recipe_of(case, models(case.family), data), tmp_path, world_size=world_size)
     gate.agree(run, *plain.train(models(case.family), data, SETTINGS))
 
 
 def test_packed_sequences_train_the_same_model(ranks, tmp_path, models, conversations, references):
-    run = RunFolder(tmp_path / "run")
     case = Case(Layout(pipeline=2), 2, family="gemma3-1b")
     recipe = recipe_of(case, models(case.family), conversations, packing=True, sequence_length=128)
-    write_recipe(run, replace(recipe, global_batch_size=4))  # all conversations stand in four rows
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, global_batch_size=4), tmp_path)  # all conversations stand in four rows
     assert read_jsonl(run.metrics)[0]["tokens"] == read_jsonl(run.metrics)[-1]["tokens"] / SETTINGS.steps
     gate.agree(run, *references(case.family))
 
 
 @pytest.mark.every
 def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conversations, references):
-    run = RunFolder(tmp_path / "run")
     case = Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
-    write_recipe(run, recipe_of(case, models(case.family), conversations, save_steps=3))
-    gate.train_with_a_break(ranks, run, tmp_path, world_size=4)
+    recipe = recipe_of(case, models(case.family), conversations, save_steps=3)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path, world_size=4)
     gate.agree(run, *references(case.family))
     saved = export.load(run.checkpoints / "checkpoint-6").state_dict()
     for name, weight in export.load(run.export).state_dict().items():
@@ -228,11 +221,5 @@ def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations
     model = models(case.family)
     seed = recipe_of(TIED, model, conversations).seed
     records, weights = plain.train(model, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, seed))
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe_of(case, model, conversations, lora=lora))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
-    gate.agree_on_steps(run, records)
-    trained = load_file(run.export / "adapter_model.safetensors")
-    assert len(trained) == sum("lora_" in name for name in weights)
-    for name, weight in trained.items():
-        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
+    run = run_on(ranks, recipe_of(case, model, conversations, lora=lora), tmp_path, world_size=case.world_size)
+    gate.agree_on_adapters(run, records, weights)

@@ -30,7 +30,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.checkpoint import digests, universal
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.small import in_round_robin, in_sub_groups, small
 from tests.tiers import tiered
 
@@ -86,9 +86,8 @@ def whole(ranks, tmp_path_factory, model_folder, conversations):
     def of(case, written_by):
         if (case, written_by) not in done:
             folder = tmp_path_factory.mktemp("whole")
-            run = done[case, written_by] = RunFolder(folder / "run")
-            write_recipe(run, recipe_of(case, model_folder, conversations, folder))
-            ranks.check(training_run.main, str(run.path), world_size=written_by, log=folder / "log")
+            recipe = recipe_of(case, model_folder, conversations, folder)
+            done[case, written_by] = run_on(ranks, recipe, folder, written_by)
         return done[case, written_by]
 
     return of
@@ -193,9 +192,8 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tmp_path, whol
     assert "use layout.tensor=1" in refusal(run, capsys, "layout.tensor=2", "--gpus", "2")
     staged = ["layout.pipeline=2", "deepspeed=pipeline.json", "--gpus", "2"]
     write_json(run.deepspeed, {"zero_optimization": {"stage": 1}})
-    assert "was written with 1, and DeepSpeed cannot convert that; use layout.pipeline=1" in refusal(
-        run, capsys, *staged
-    )
+    error = refusal(run, capsys, *staged)
+    assert "was written with 1, and DeepSpeed cannot convert that; use layout.pipeline=1" in error
     write_json(run.deepspeed, engine)
     lion, own = {"optimizer": {"type": "Lion", "params": {}}}, tmp_path / "lion.json"
     write_json(own, read_json(CONFIGS / "zero2.json") | lion)

@@ -10,7 +10,6 @@ from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import (
-    RunFolder,
     newest_checkpoint,
     read_json,
     read_jsonl,
@@ -22,7 +21,7 @@ from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.checkpoint import universal
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain
-from tests.ranks import read_logs
+from tests.ranks import read_logs, run_on
 from tests.tiers import tiered
 
 SETTINGS = plain.Settings(steps=5)
@@ -71,10 +70,8 @@ def resumed(ranks, folder, model_folder, conversations, case, main=training_run.
         block = read_json(CONFIGS / "zenflow.json")["optimizer"]
         config = str(folder / "zero1.json")
         write_json(folder / "zero1.json", read_json(CONFIGS / "zero1.json") | {"optimizer": block})
-    run = RunFolder(folder / "run")
     recipe = gate.recipe_for(SETTINGS, model_folder, conversations, config, layout=layout, save_steps=3, max_steps=3)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=folder / "log")
+    run = run_on(ranks, recipe, folder)
     write_recipe(run, replace(recipe, max_steps=SETTINGS.steps, save_steps=0, **CHANGED))
     if universal.is_needed(layout, run, resumed_by):
         universal.convert(newest_checkpoint(run))
@@ -130,11 +127,9 @@ def changed(recipe, settings):
 @pytest.mark.parametrize("name", tiered(SAME, {"attention"}))
 def test_what_only_computes_otherwise_is_used_and_changes_nothing(ranks, tmp_path, model_folder, conversations, name):
     settings = plain.Settings(steps=5, learning_rate=2e-4) if "lora" in SAME[name] else SETTINGS
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(settings, model_folder, conversations, "zero1.json", save_steps=3, max_steps=3)
     recipe = replace(recipe, lora=Lora(rank=4, alpha=8) if "lora" in SAME[name] else None)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     now = changed(replace(recipe, max_steps=settings.steps, save_steps=0), SAME[name])
     assert now != replace(recipe, max_steps=settings.steps, save_steps=0)
     universal.check(now, run, deepspeed_file.read(now.deepspeed), 2)
@@ -151,11 +146,9 @@ def test_what_only_computes_otherwise_is_used_and_changes_nothing(ranks, tmp_pat
 @pytest.mark.every
 @pytest.mark.parametrize("settings", [{"neftune_alpha": 5.0}, {"lora": {"dropout": 0.5}}], ids=str)
 def test_what_adds_noise_is_used_from_there_on(ranks, tmp_path, model_folder, conversations, settings):
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(SETTINGS, model_folder, conversations, "zero1.json", save_steps=3, max_steps=3)
     recipe = replace(recipe, lora=Lora(rank=4, alpha=8) if "lora" in settings else None)
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     write_recipe(run, changed(replace(recipe, max_steps=SETTINGS.steps, save_steps=0), settings))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
     add = (lambda model: adapters.add(model, recipe.lora, recipe.seed)) if recipe.lora else (lambda model: model)

@@ -13,7 +13,7 @@ from deepspeed_recipes.prove.techniques import random_qwen3
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain
@@ -44,9 +44,7 @@ def test_whole_modules_are_trained_exported_and_merged(
     folder = model_folder if tied else apart_folder
     lora = replace(LORA, modules_to_save=names)
     recipe = gate.recipe_for(SETTINGS, folder, conversations, config, lora=lora, save_steps=3, **changes)
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe)
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     records, weights = plain.train(
         folder, conversations, SETTINGS, prepare=lambda model: adapters.add(model, lora, recipe.seed)
     )

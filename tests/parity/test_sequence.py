@@ -3,15 +3,14 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model.lora import add
 from tests import ROOT
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import mistakes
 
@@ -99,9 +98,7 @@ def recipe_of(case, model, data, **changes):
 
 @pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES[2:]), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, tokens, case):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe_of(case, model_folder, conversations))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    run = run_on(ranks, recipe_of(case, model_folder, conversations), tmp_path, world_size=case.world_size)
     gate.agree(run, *reference)
     logged = read_jsonl(run.metrics)
     assert [row["tokens"] for row in logged] == [tokens * step for step in range(1, SETTINGS.steps + 1)]
@@ -113,10 +110,8 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
 @pytest.mark.every
 @pytest.mark.parametrize("template", ["zero2_offload", "zero3_offload", "zero3_offload_params", "sequence_parallel"])
 def test_it_works_with_any_template(ranks, tmp_path, model_folder, conversations, reference, template):
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_of(Case(stage=3, accumulation=2), model_folder, conversations)
-    write_recipe(run, replace(recipe, deepspeed=str(ROOT / "configs" / f"{template}.json")))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, deepspeed=str(ROOT / "configs" / f"{template}.json")), tmp_path)
     gate.agree(run, *reference)
 
 
@@ -149,9 +144,8 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
 
 @pytest.mark.every
 def test_a_resumed_run_trains_the_same_model(ranks, tmp_path, model_folder, conversations, reference):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe_of(Case(stage=3), model_folder, conversations, save_steps=3))
-    gate.train_with_a_break(ranks, run, tmp_path, world_size=2)
+    recipe = recipe_of(Case(stage=3), model_folder, conversations, save_steps=3)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     gate.agree(run, *reference)
     saved = AutoModelForCausalLM.from_pretrained(run.checkpoints / "checkpoint-6").state_dict()
     for name, weight in AutoModelForCausalLM.from_pretrained(run.export).state_dict().items():
@@ -162,15 +156,9 @@ def test_a_resumed_run_trains_the_same_model(ranks, tmp_path, model_folder, conv
 def test_adapters_train_as_in_one_process(ranks, tmp_path, model_folder, conversations):
     lora = Lora(rank=4, alpha=8)
     case = Case(stage=2, checkpointing=True)
-    run = RunFolder(tmp_path / "run")
     recipe = recipe_of(case, model_folder, conversations, lora=lora)
     records, weights = plain.train(
         model_folder, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, recipe.seed)
     )
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
-    gate.agree_on_steps(run, records)
-    trained = load_file(run.export / "adapter_model.safetensors")
-    assert len(trained) == sum("lora_" in name for name in weights)
-    for name, weight in trained.items():
-        assert plain.worst(weight, weights[name.replace(".weight", ".default.weight")]) <= 1, name
+    run = run_on(ranks, recipe, tmp_path)
+    gate.agree_on_adapters(run, records, weights)

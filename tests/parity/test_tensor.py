@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoTokenizer
 from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import compatibility, pages
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import draft
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.small import language_families
 from tests.tiers import tiered
 from tests.workers import mistakes, split_layers
@@ -26,13 +27,6 @@ RELATIVE = gate.LOSS
 @pytest.fixture(scope="module")
 def reference(model_folder, conversations):
     return plain.train(model_folder, conversations, SETTINGS)
-
-
-def train(ranks, folder, recipe, world_size, main=training_run.main):
-    run = RunFolder(folder / "run")
-    write_recipe(run, recipe)
-    ranks.check(main, str(run.path), world_size=world_size, log=folder / "log")
-    return run
 
 
 def exact(model_folder, conversations, stage, **changes):
@@ -61,7 +55,7 @@ def differences(run, reference) -> dict[str, float]:
 )
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, world_size):
     recipe = exact(model_folder, conversations, stage, gradient_checkpointing=stage in (1, 3))
-    run = train(ranks, tmp_path, recipe, world_size)
+    run = run_on(ranks, recipe, tmp_path, world_size)
     found = differences(run, reference)
     assert found["loss"] < RELATIVE and found["grad_norm"] < RELATIVE and found["weights"] <= 1, found
     engine = read_json(run.deepspeed)
@@ -76,7 +70,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
 )
 def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake, shows_in):
     recipe = exact(model_folder, conversations, 1)
-    run = train(ranks, tmp_path, recipe, 4, main=getattr(split_layers, mistake))
+    run = run_on(ranks, recipe, tmp_path, 4, function=getattr(split_layers, mistake))
     assert differences(run, reference)[shows_in] > {"grad_norm": 1000 * RELATIVE, "weights": 100}[shows_in]
 
 
@@ -88,7 +82,7 @@ def test_the_export_has_the_same_bytes_as_unsplit(ranks, tmp_path, model_folder,
     exports = []
     for name, recipe in (("split", still), ("whole", replace(still, layout=Layout(), micro_batch_size=1))):
         (tmp_path / name).mkdir()
-        exports.append(train(ranks, tmp_path / name, recipe, 4, main=mistakes.untrained).export)
+        exports.append(run_on(ranks, recipe, tmp_path / name, 4, function=mistakes.untrained).export)
     # The model card and what training/ keeps are no part of the model; they say in which layout it was trained.
     beside = {"README.md", "training"}
     names, others = (sorted({file.name for file in export.iterdir()} - beside) for export in exports)
@@ -117,9 +111,9 @@ def test_evaluation_saving_and_resuming_match_the_unsplit_model(ranks, tmp_path,
         save_steps=30,
         keep_checkpoints=9,
     )
-    split = train(ranks, tmp_path, recipe, 4)
+    split = run_on(ranks, recipe, tmp_path, 4)
     (tmp_path / "plain").mkdir()
-    whole = train(ranks, tmp_path / "plain", replace(recipe, layout=Layout(), save_steps=0), 2)
+    whole = run_on(ranks, replace(recipe, layout=Layout(), save_steps=0), tmp_path / "plain")
     ours, theirs = (read_jsonl(run.evaluations) for run in (split, whole))
     assert [row["step"] for row in ours] == [0, 40]
     for mine, plains in zip(ours, theirs, strict=True):
@@ -156,7 +150,7 @@ def test_adapters_train_as_in_the_unsplit_model(ranks, tmp_path, model_folder, c
     for name, layout in (("split", Layout(tensor=2)), ("whole", Layout())):
         (tmp_path / name).mkdir()
         world_size = 4 if name == "split" else 2
-        runs[name] = train(ranks, tmp_path / name, replace(recipe, layout=layout), world_size)
+        runs[name] = run_on(ranks, replace(recipe, layout=layout), tmp_path / name, world_size)
     for ours, theirs in zip(*(read_jsonl(run.metrics) for run in runs.values()), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=RELATIVE)
@@ -171,7 +165,7 @@ def test_adapters_initialised_differently_are_synchronised(ranks, tmp_path, mode
     """Rank 0 has drawn the draft's weights before: its adapters are others, until they are sent to the rest."""
     model = pages.page("llama3").full("1b").model
     recipe = exact(model_folder, conversations, 1, model=model, draft=Draft(enabled=True), lora=Lora(rank=4))
-    run = train(ranks, tmp_path, recipe, 2)
+    run = run_on(ranks, recipe, tmp_path)
     assert read_json(run.summary)["logit_difference"] < 1e-5
 
 
@@ -200,10 +194,10 @@ def test_a_loss_in_tiles_reads_the_whole_head(ranks, tmp_path, conversations, fa
     model = tmp_path / "model"
     reference = plain_where_fp32_is_exact(model, config, conversations)
     recipe = exact(model, conversations, 1, tiled_loss=True, gradient_checkpointing=True)
-    gate.agree(train(ranks, tmp_path, recipe, 2), *reference)
+    gate.agree(run_on(ranks, recipe, tmp_path), *reference)
     if not tied:  # a tied head is the embeddings, which are never split
         (tmp_path / "wrong").mkdir()
-        wrong = train(ranks, tmp_path / "wrong", replace(recipe, max_steps=1), 2, main=split_layers.head_in_parts)
+        wrong = run_on(ranks, replace(recipe, max_steps=1), tmp_path / "wrong", function=split_layers.head_in_parts)
         assert abs(read_jsonl(wrong.metrics)[0]["loss"] / reference[0][0]["loss"] - 1) > 100 * gate.LOSS
 
 
@@ -243,9 +237,9 @@ def test_what_autotp_cannot_split_trains_as_the_unsplit_model(ranks, tmp_path, c
     source = replace(page, model=replace(page.model, config=BY_GRAPH[kind]), draft=Draft(True, 2, 64))
     draft.write(source, tmp_path / "model", torch.float32)
     recipe = exact(tmp_path / "model", conversations, stage, precision="fp32")
-    split = train(ranks, tmp_path, recipe, 4)
+    split = run_on(ranks, recipe, tmp_path, 4)
     (tmp_path / "whole").mkdir()
-    whole = train(ranks, tmp_path / "whole", replace(recipe, layout=Layout()), 2)
+    whole = run_on(ranks, replace(recipe, layout=Layout()), tmp_path / "whole")
     for ours, theirs in zip(read_jsonl(split.metrics), read_jsonl(whole.metrics), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=RELATIVE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * RELATIVE)

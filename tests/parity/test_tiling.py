@@ -6,9 +6,9 @@ import pytest
 
 from deepspeed_recipes.recipe.recipe import Data, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model.lora import add
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.tiers import tiered
 from tests.workers import mistakes
 
@@ -67,9 +67,7 @@ def recipe_of(case, model, data, **changes):
 
 @pytest.mark.parametrize("case", tiered([*CASES, *MORE], CASES[:1]), ids=str)
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, case):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, recipe_of(case, model_folder, conversations))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    run = run_on(ranks, recipe_of(case, model_folder, conversations), tmp_path, world_size=case.world_size)
     gate.agree(run, *reference)
 
 
@@ -87,7 +85,6 @@ def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, refe
 @pytest.mark.parametrize("pipeline", [pytest.param(False, id="data"), pytest.param(True, id="pipeline")])
 def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_folder, conversations, pipeline):
     lora = Lora(rank=4, alpha=8)
-    run = RunFolder(tmp_path / "run")
     layout = Layout(pipeline=2) if pipeline else Layout()
     recipe = gate.recipe_for(
         SETTINGS,
@@ -102,8 +99,7 @@ def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_fol
         tiled_loss=not pipeline,
     )
     records, _ = plain.train(model_folder, conversations, SETTINGS, prepare=lambda whole: add(whole, lora, recipe.seed))
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
     gate.agree_on_steps(run, records)
 
 
@@ -111,11 +107,9 @@ def test_tiled_feed_forward_layers_work_with_adapters(ranks, tmp_path, model_fol
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.every), 3])
 def test_evaluation_between_steps_changes_nothing(ranks, tmp_path, model_folder, conversations, reference, stage):
     """Under ZeRO-3 the head's weight is fetched ahead of time in the order of the last pass, whichever that was."""
-    run = RunFolder(tmp_path / "run")
     data = Data(path=str(conversations), validation=str(conversations), metric="exact_match", max_new_tokens=8)
     recipe = recipe_of(Case(stage), model_folder, conversations, eval_steps=2)
-    write_recipe(run, replace(recipe, data=data))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, replace(recipe, data=data), tmp_path)
     gate.agree(run, *reference)
     measured = read_jsonl(run.evaluations)
     assert [row["step"] for row in measured] == [0, 2, 4, 6]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import read_json, read_jsonl
 from tests.parity import gate, plain
+from tests.ranks import run_on
 from tests.small import in_sub_groups
 from tests.tiers import tiered
 
@@ -27,7 +27,6 @@ CASES = [(stage, accumulation) for stage in range(4) for accumulation in (1, 2)]
 
 @pytest.mark.parametrize(("stage", "accumulation"), tiered(CASES, {(0, 1), (2, 2), (3, 2)}))
 def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversations, reference, stage, accumulation):
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(
         SETTINGS,
         model_folder,
@@ -36,15 +35,13 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
         micro_batch_size=8 // 2 // accumulation,
         gradient_checkpointing=stage == 2,
     )
-    write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    run = run_on(ranks, recipe, tmp_path)
 
     records, weights = reference
     gate.agree_on_steps(run, records, norms=RELATIVE)
     exported = load_file(run.export / "model.safetensors")
     assert set(exported) == set(weights) - {"lm_head.weight"}
-    for name, weight in exported.items():
-        assert plain.worst(weight, weights[name]) <= 1, name
+    gate.near(exported, weights)
     engine = read_json(run.deepspeed)
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
@@ -64,12 +61,10 @@ def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
     data = tmp_path / "few.jsonl"
     data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:examples]))
     reference = plain.train(model_folder, data, SETTINGS)
-    run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(
         SETTINGS, model_folder, data, f"zero{stage}.json", micro_batch_size=micro_batch_size, save_steps=3
     )
-    write_recipe(run, recipe)
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     gate.agree(run, *reference)
     per_step = len({row["tokens"] / row["step"] for row in read_jsonl(run.metrics)})
     assert per_step == 1, "a filler's tokens are not counted"
@@ -77,9 +72,8 @@ def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
 
 @pytest.mark.every
 def test_same_model_in_many_sub_groups(ranks, tmp_path, model_folder, conversations, reference):
-    run = RunFolder(tmp_path / "run")
-    write_recipe(run, gate.recipe_for(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3))
-    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    recipe = gate.recipe_for(SETTINGS, model_folder, conversations, in_sub_groups(tmp_path), save_steps=3)
+    run = gate.run_with_a_break(ranks, recipe, tmp_path)
     gate.agree(run, *reference, norms=RELATIVE)
 
 

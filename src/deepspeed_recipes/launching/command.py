@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ..recipe.errors import UserError, is_secret, redact
 from ..recipe.project import python_path
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
+from ..training.rendezvous import free_port
 from .ssh import hostfile
 from .supervise import RANK_MODULE
 
@@ -83,14 +83,11 @@ def launcher_command(
             f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher accepts numbers only, e.g. 0,1; "
             "nvidia-smi -L lists the number of each UUID."
         )
-    # Not the launcher's default port, which a run that is still ending often holds.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
-        *(*QUIETLY, *where, "--master_port", str(port)),
+        # Not the launcher's default port, which a run that is still ending often holds.
+        *(*QUIETLY, *where, "--master_port", str(free_port())),
         *("--module", *module),
     ]
 
