@@ -251,6 +251,18 @@ def refusal(capsys):
 
 
 @pytest.fixture
+def printed_by(capsys):
+    """Return a function that runs a command, which has to succeed, and gives what it prints."""
+    from deepspeed_recipes.commands.main import run
+
+    def of(command, *words):
+        assert run(command, [*map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    return of
+
+
+@pytest.fixture
 def answer(capsys):
     """Return a function that gives the planner's JSON for a command line."""
     from deepspeed_recipes.commands import plan

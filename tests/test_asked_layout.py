@@ -36,17 +36,15 @@ def test_a_layout_that_is_asked_for_is_listed_and_its_rank_explained(words, stat
     assert all(each in shown for each in said), shown
 
 
-def test_what_makes_a_plan_slower_adds_up(capsys):
+def test_what_makes_a_plan_slower_adds_up(printed_by):
     """The components' differences explain the whole: no more than the part that is not named is missing."""
-    assert main.run("plan", ["llama3-70b", *ON_512, *TP8_PP4_CP4]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(printed_by("plan", "llama3-70b", *ON_512, *TP8_PP4_CP4).split())
     longer, _, parts = shown.partition("compared with the first: ")[2].partition("% more time per token, mainly ")
     assert int(longer) > 0 and sum(int(part.partition("%")[0]) for part in parts.split("+")[1:]) >= int(longer) / 2
 
 
-def test_nothing_is_said_of_what_the_planner_would_choose_itself(capsys):
-    assert main.run("plan", ["llama3-8b", "lora", "--gpu", "H100", "deepspeed=zero0.json"]) == 0
-    assert "Left to the planner" not in capsys.readouterr().out
+def test_nothing_is_said_of_what_the_planner_would_choose_itself(printed_by):
+    assert "Left to the planner" not in printed_by("plan", "llama3-8b", "lora", "--gpu", "H100", "deepspeed=zero0.json")
 
 
 def test_a_micro_batch_that_does_not_fit_says_by_how_much_and_which_does(capsys):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from deepspeed_recipes.commands import launch, plan
+from deepspeed_recipes.commands import launch
 from deepspeed_recipes.commands.launch import borrowed
 from deepspeed_recipes.launching import paths
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
@@ -135,10 +135,9 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
     assert read_json(run.recipe)["lora"] is None if words else read_json(run.recipe)["lora"]["rank"]
 
 
-def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(capsys):
+def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(printed_by):
     assert borrowed.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
-    assert launch.main(["auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    said = printed_by("launch", "auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run")
     assert "is trained as qwen3-8b lora" in said and "its own" not in said and "learning_rate: 0.0002 -> 1e-05" in said
 
 
@@ -205,10 +204,9 @@ def test_a_draft_without_gpus_is_small(capsys):
     assert "draft without GPUs" not in capsys.readouterr().err
 
 
-def test_plans_borrow_the_same_page(tmp_path, capsys):
+def test_plans_borrow_the_same_page(tmp_path, printed_by):
     (tmp_path / "config.json").write_text(json.dumps(dimensions("olmo2")))
-    assert plan.main([str(tmp_path), "--method", "lora", "--gpu", "H100", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(printed_by("plan", tmp_path, "--method", "lora", "--gpu", "H100", "--json"))
     assert (
         answer["plans"][0]["fits"]
         and answer["model"]["parameters"] == borrowed.borrow(str(tmp_path), "lora").model.parameters

@@ -107,13 +107,12 @@ def test_sixteen_texts_are_compared_and_none_is_of_the_data():
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_an_export_agrees(kind, request, capsys):
+def test_an_export_agrees(kind, request, printed_by):
     folder = request.getfixturevalue(kind)
     found = certificate.of_folder(folder)
     assert found.agrees and found.difference < 1e-4 and not found.causes
     named = [str(base_model.find(folder)), "--adapter", f"mine={folder}"] if kind == "adapter" else [str(folder)]
-    assert certify.main(named) == 0
-    assert "agrees with the trained model" in capsys.readouterr().out
+    assert "agrees with the trained model" in printed_by("certify", *named)
 
 
 def test_a_model_that_is_split_over_devices_agrees(whole, adapter, tmp_path, monkeypatch):

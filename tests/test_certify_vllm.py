@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepspeed_recipes.commands import certify
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.serve import engines, environment, process, served
 from deepspeed_recipes.recipe import pages
@@ -88,7 +87,7 @@ def test_an_adapter_on_another_base_differs(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_weights_agree_in_the_dtype_of_the_training(dtype, whole, tmp_path, capsys):
+def test_all_weights_agree_in_the_dtype_of_the_training(dtype, whole, tmp_path, printed_by):
     folder = whole
     if dtype == "bfloat16":
         folder, model = tmp_path / "half", export.load(whole, dtype=torch.bfloat16).eval()
@@ -96,8 +95,7 @@ def test_all_weights_agree_in_the_dtype_of_the_training(dtype, whole, tmp_path, 
         export.load_tokenizer(whole).save_pretrained(folder)
         examples, measured, _ = answers(model, export.load_tokenizer(whole))
         expected.write(folder, examples, model.dtype, measured)
-    assert certify.main([str(folder), "--server", "vllm", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed_by("certify", folder, "--server", "vllm", "--json"))
     assert found["bound"] == certificate.BOUNDS[dtype]
     assert found["difference"] < (1e-4 if dtype == "float32" else certificate.BOUNDS[dtype])
 

@@ -137,10 +137,9 @@ def test_the_optimizer_that_initialize_wants_is_named(capsys: pytest.CaptureFixt
         assert said in capsys.readouterr().err
 
 
-def test_the_result_is_written_to_a_new_file(tmp_path: Path, capsys, refusal: pytest.CaptureFixture):
+def test_the_result_is_written_to_a_new_file(tmp_path: Path, capsys: pytest.CaptureFixture, printed_by, refusal):
     words = ["zero3.json", "--model", "llama3-8b", "micro_batch_size=1", "global_batch_size=4"]
-    assert resolve_config.main(words) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by("resolve", *words)
     file = tmp_path / "resolved.json"
     assert resolve_config.main([*words, "--output", str(file)]) == 0
     assert file.read_text() == printed and not capsys.readouterr().out

@@ -78,10 +78,9 @@ def written(folder, config):
 
 
 @pytest.mark.parametrize("name", tiered(CONFIGS, {"mllama"}))
-def test_it_is_planned_as_what_has_the_same_layers(name, tmp_path, capsys):
+def test_it_is_planned_as_what_has_the_same_layers(name, tmp_path, printed_by):
     config = CONFIGS[name]
-    assert main.run("plan", [written(tmp_path, config), "lora", "--gpu", "H100", "--gpus", "8"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed_by("plan", written(tmp_path, config), "lora", "--gpu", "H100", "--gpus", "8")
     assert f"is planned as {KNOWN[name]}, which has the same layers" in " ".join(shown.split())
     assert ("are not counted" in " ".join(shown.split())) == ("vision_config" in config)
 
@@ -102,10 +101,9 @@ def test_it_is_not_launched_but_with_a_page(tmp_path):
         model_recipe.find(written(tmp_path, CONFIGS["qwen2_5_vl"]), "lora", to_launch=True)
 
 
-def test_the_answer_as_data_says_what_is_left_out(tmp_path, capsys):
+def test_the_answer_as_data_says_what_is_left_out(tmp_path, printed_by):
     words = [written(tmp_path, CONFIGS["mllama"]), "--gpu", "H100", "--gpus", "8", "--json"]
-    assert main.run("plan", words) == 0
-    assert "tower" in json.loads(capsys.readouterr().out)["model"]["remark"]
+    assert "tower" in json.loads(printed_by("plan", *words))["model"]["remark"]
 
 
 def test_a_page_has_no_remark():

@@ -125,9 +125,8 @@ def test_the_bootstrap_covers_what_it_says():
     assert 0.88 <= held / 200 <= 0.98
 
 
-def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys):
-    assert run_command("evaluate", [str(run.path), "--base"]) == 0
-    printed = capsys.readouterr().out
+def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys, printed_by):
+    printed = printed_by("evaluate", run.path, "--base")
     assert "exact match on 6 held-out examples" in printed and f"{run.path} before training" in printed
     assert f"{run.path} and {run.path} before training: equal on all 6 examples" in printed
     found = read_json(run.evaluation)
@@ -145,9 +144,8 @@ def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys
     assert "EVALUATION" in shown and "50.0%" in shown
 
 
-def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
-    assert run_command("evaluate", [str(run.path), "--metric", "loss", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["models"][0]
+def test_the_loss_is_the_runs_and_of_every_example(run, data, printed_by):
+    found = json.loads(printed_by("evaluate", run.path, "--metric", "loss", "--json"))["models"][0]
     with alone():
         held_out = read(None, data, "loss", None)
         model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(export.Path(TINY_MODEL))
@@ -159,15 +157,14 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
     assert found["low"] < found["score"] < found["high"] and len(found["values"]) == 6
 
 
-def test_preferences_are_ranked_by_the_answers_likelihood(capsys, refusal, tmp_path):
+def test_preferences_are_ranked_by_the_answers_likelihood(capsys, printed_by, refusal, tmp_path):
     file = tmp_path / "pairs.jsonl"
     lines = (ROOT / PREFERENCES.validation).read_text(encoding="utf-8").splitlines(keepends=True)[:6]
     file.write_text("".join(lines))
     run = RunFolder(tmp_path / "run")
     write_recipe(run, overrides.apply(pages.find("tiny", "dpo_lora"), [f"data.path={file}", f"data.validation={file}"]))
     shutil.copytree(TINY_MODEL, run.export)
-    assert run_command("evaluate", [str(run.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed_by("evaluate", run.path, "--json"))
     model, tokenizer = export.load(run.export).eval(), export.load_tokenizer(run.export)
     expected = []
     for line in lines:
@@ -227,14 +224,15 @@ def test_examples_that_a_run_was_trained_on_are_named(run, data, tmp_path, capsy
     assert (f"{run.path} was trained on {shared} of these {len(held)} examples" in said) is (shared > 0)
 
 
-def test_a_server_is_one_of_the_models(run, server, data, capsys):
+def test_a_server_is_one_of_the_models(run, server, data, printed_by):
     address, _ = server
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[5]["messages"][-1]["content"] = "parrot 0"
     data_of_server = data.with_name("server.jsonl")
     data_of_server.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_command("evaluate", [str(run.path), f"{address}/v1", "--data", str(data_of_server), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["models"]
+    first, second = json.loads(printed_by("evaluate", run.path, f"{address}/v1", "--data", data_of_server, "--json"))[
+        "models"
+    ]
     assert first["values"] == [1, 1, 1, 0, 0, 0] and second["values"] == [0, 0, 0, 0, 0, 1]
     assert read_json(run.evaluation)["pairs"][0]["worse"] == 3 and read_json(run.evaluation)["pairs"][0]["better"] == 1
 
@@ -411,7 +409,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 @pytest.mark.skipif(environment.python("lm_eval") is None, reason="needs the environment of `make serving`")
 @pytest.mark.every
-def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, capsys, refusal):
+def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp_path, printed_by, refusal):
     (tmp_path / "invoices.yaml").write_text(TASK.format(data=data))
     base = shutil.copytree(TINY_MODEL, tmp_path / "base")
     for model in (run.export, base):  # a model's own limit would count, and not the task's
@@ -419,8 +417,7 @@ def test_the_harness_agrees_with_our_exact_match_on_every_example(run, data, tmp
         write_json(model / "generation_config.json", settings | {"max_new_tokens": None})
     assert run_command("evaluate", [str(run.path)]) == 0
     words = ["--tasks", "invoices", "--include", str(tmp_path)]
-    assert run_command("evaluate", [str(run.path), str(base), *words]) == 0
-    assert "exact match on 6 held-out examples of the task invoices" in capsys.readouterr().out
+    assert "exact match on 6 held-out examples of the task invoices" in printed_by("evaluate", run.path, base, *words)
     found = read_json(run.evaluation)
     (task,) = found["tasks"]
     assert task["models"][0]["values"] == found["models"][0]["values"] == [1, 1, 1, 0, 0, 0]

@@ -132,10 +132,9 @@ def test_an_export_from_before_a_run_went_on_is_said_to_be_older(checkpoint, cap
     assert model_of(run) == run.export and not capsys.readouterr().err, "the run has finished"
 
 
-def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoint, tmp_path, printed_by):
     write_recipe(RunFolder(tmp_path / "run"), small(tmp_path / "moved", tmp_path / "data.jsonl"))
-    assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    said = printed_by("export", checkpoint, "--output", tmp_path / "out")
     assert f"warning: the run's model, {tmp_path / 'moved'}, is not on this machine; the export lacks" in said
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
 

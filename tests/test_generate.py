@@ -72,10 +72,9 @@ def server():
     running.server_close()
 
 
-def test_a_chat_answers_with_what_was_said_before(tiny, typed, capsys):
+def test_a_chat_answers_with_what_was_said_before(tiny, typed, printed_by):
     typed(FIRST, "", SECOND, "/reset", FIRST, "/exit", SECOND)
-    assert run_command("generate", [TINY_MODEL, "--max-new-tokens", "8"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    said = printed_by("generate", TINY_MODEL, "--max-new-tokens", "8").splitlines()
     (first,) = greedy(*tiny, [[{"role": "user", "content": FIRST}]], 8)
     history = [{"role": "user", "content": FIRST}, {"role": "assistant", "content": first}]
     (second,) = greedy(*tiny, [[*history, {"role": "user", "content": SECOND}]], 8)

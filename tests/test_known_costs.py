@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.commands import plan
 from deepspeed_recipes.planning.cost.memory import peak_memory
 from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
@@ -133,13 +132,11 @@ def test_the_vision_tower_of_a_model_without_a_page_counts(tmp_path, answer):
     assert found["plans"][0]["gpu_breakdown_gib"]["vision_tower"] == pytest.approx(2 * 676_550_144 / 2**30, rel=1e-3)
 
 
-def test_a_server_of_answers_is_planned(capsys):
+def test_a_server_of_answers_is_planned(printed_by):
     """VLLM takes 90 % of its GPU (`gpu_memory_utilization`, vLLM's engine arguments)."""
-    assert plan.main(["qwen3-8b", "grpo", "--gpu", "H100", "grpo.vllm=http://host:8000"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(printed_by("plan", "qwen3-8b", "grpo", "--gpu", "H100", "grpo.vllm=http://host:8000").split())
     assert "on a server with one such GPU. The server needs" in said and "vLLM takes 90 % of it" in said
-    assert plan.main(["qwen3-8b", "grpo", "--gpu", "H100"]) == 0
-    assert "Writing the answers takes at least" in capsys.readouterr().out
+    assert "Writing the answers takes at least" in printed_by("plan", "qwen3-8b", "grpo", "--gpu", "H100")
 
 
 def test_experts_that_are_modules_are_slow_under_zero3():

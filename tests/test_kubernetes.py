@@ -242,7 +242,7 @@ def test_a_file_that_pods_cannot_see_is_refused(tmp_path, refused):
         assert hint in refused("tiny", "full", "--kubernetes", *wrong)
 
 
-def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys, monkeypatch):
+def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys, printed_by, monkeypatch):
     for name in kubernetes.left_out(os.environ):
         monkeypatch.delenv(name)
     here = {"HF_TOKEN": "hf_" + "a1B2" * 8, "NCCL_TOPO_FILE": "/etc/topo.xml", "HF_HOME": "/hf", "NCCL_DEBUG": "INFO"}
@@ -253,8 +253,7 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys, mo
     assert launch.main([*words, "--dry-run"]) == 0 and not (tmp_path / "run").exists()
     shown, said = capsys.readouterr()
     assert "not in the job's files, as secrets or of this machine: HF_TOKEN, NCCL_TOPO_FILE; set them" in said
-    assert launch.main(words) == 0
-    done = capsys.readouterr().out
+    done = printed_by("launch", *words)
     for name in ("job.yaml", "jobset.yaml", "trainjob.yaml"):
         text = (tmp_path / "run" / "kubernetes" / name).read_text()
         assert text in shown and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done

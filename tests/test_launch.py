@@ -174,7 +174,7 @@ def test_a_closed_pipe_gets_no_traceback():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_dry_run_writes_nothing(tmp_path, capsys):
+def test_dry_run_writes_nothing(tmp_path, capsys, printed_by):
     words = ["tiny", "lora", "lora.rank=8", "learning_rate=2e-3", "--gpus", "2"]
     assert launch_command.main([*words, "--dry-run", "full", "--output-dir", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
@@ -185,8 +185,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     scale, unchecked = said.err.splitlines()
     assert scale.startswith("lora.rank=8: ")
     assert unchecked.startswith("not checked by --dry-run: the examples in tokens,")
-    assert launch_command.main([*words, "--dry-run"]) == 0
-    brief = capsys.readouterr().out.splitlines()
+    brief = printed_by("launch", *words, "--dry-run").splitlines()
     assert brief[:2] == ["lora.rank: 32 -> 8", "learning_rate: 0.004 -> 0.002"] and "deepspeed" in brief[2]
     assert not (tmp_path / "run").exists()
 
@@ -329,12 +328,11 @@ def test_a_sample_in_place_of_your_data_is_named(capsys):
         (("train", "other"), "", None),
     ],
 )
-def test_a_saved_data_sets_own_split_is_held_out(splits, more, held_out, tmp_path, capsys):
+def test_a_saved_data_sets_own_split_is_held_out(splits, more, held_out, tmp_path, printed_by):
     rows = Dataset.from_list([{"prompt": "a", "completion": "b"}] * 4)
     DatasetDict(dict.fromkeys(splits, rows)).save_to_disk(tmp_path / "saved")
     words = ["tiny", "full", f"data.path={tmp_path}/saved", *more.split(), "--dry-run", "full"]
-    assert launch_command.main(words) == 0
-    printed = capsys.readouterr().out
+    printed = printed_by("launch", *words)
     assert (f"data.validation={tmp_path}/saved/" in printed) == bool(held_out)
     if held_out:
         assert f"data.validation={tmp_path}/saved/{held_out}: that split is held out" in printed
@@ -369,7 +367,7 @@ def test_bad_data_is_refused_before_anything_starts(mistake, tmp_path, refused):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_would_fail_or_mislead_is_named_before_the_launch(tmp_path, refused, capsys):
+def test_a_config_that_would_fail_or_mislead_is_named_before_the_launch(tmp_path, refused, printed_by):
     config = json.loads((ROOT / "configs" / "zero2.json").read_text())
     (tmp_path / "wrong.json").write_text(json.dumps(config | {"zero_optimization": {"stage": 2, "stag": 3}}, indent=1))
     wrong = refused("tiny", "full", "deepspeed=wrong.json", "--output-dir", "run")
@@ -378,8 +376,7 @@ def test_a_config_that_would_fail_or_mislead_is_named_before_the_launch(tmp_path
     assert "cut.json" in refused("tiny", "full", "deepspeed=cut.json", "--output-dir", "run")
     del config["gradient_clipping"]
     (tmp_path / "silent.json").write_text(json.dumps(config))
-    assert launch_command.main(["tiny", "full", "deepspeed=silent.json", "--dry-run"]) == 0
-    assert "gradient_clipping" in capsys.readouterr().out
+    assert "gradient_clipping" in printed_by("launch", "tiny", "full", "deepspeed=silent.json", "--dry-run")
     assert not (tmp_path / "run").exists()
 
 

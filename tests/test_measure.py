@@ -181,10 +181,9 @@ def test_measurements_of_this_machine_apply_to_its_own_gpu(tmp_path, monkeypatch
     assert "measured on NVIDIA H100" in said[0] and "the plan is for A100 80GB" in said[0]
 
 
-def test_plan_uses_the_file_that_is_named(capsys):
+def test_plan_uses_the_file_that_is_named(capsys, printed_by):
     words = ["tiny", "full", "--json", "--machine", str(H100)]
-    assert plan.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed_by("plan", *words))
     assert found["hardware"]["gpu"] == "H100" and found["hardware"]["gpus_per_node"] == 1
     assert found["hardware"]["measured"] == {"file": str(H100), "date": "2026-11-26"}
     assert plan.main([*words, "--gpu", "4090"]) == 0
@@ -253,18 +252,15 @@ def test_runs_correct_the_next_plans_of_their_kind(tmp_path):
     assert again.runs == 4 and again.factor == pytest.approx(0.8)
 
 
-def test_the_answer_names_the_runs_that_correct_it(tmp_path, monkeypatch, capsys):
+def test_the_answer_names_the_runs_that_correct_it(tmp_path, monkeypatch, printed_by):
     for name in "12":
         a_run(tmp_path / "runs", name, 0.5)
     monkeypatch.chdir(tmp_path)
     words = ["llama3-1b", "lora", "--gpu", "H100", "deepspeed=zero1.json"]
-    assert plan.main(words) == 0
-    assert "are corrected by 2 finished runs here: x 0.50; without them" in " ".join(capsys.readouterr().out.split())
-    assert plan.main([*words, "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert "are corrected by 2 finished runs here: x 0.50; without them" in " ".join(printed_by("plan", *words).split())
+    first = json.loads(printed_by("plan", *words, "--json"))["plans"][0]
     assert first["corrected_by"] == {"runs": 2, "factor": pytest.approx(0.5)}
-    assert plan.main([*words[:3], "A100-80GB", words[-1], "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)["plans"][0]
+    first = json.loads(printed_by("plan", *words[:3], "A100-80GB", words[-1], "--json"))["plans"][0]
     assert first["corrected_by"] == {"runs": 0, "factor": 1.0}, "they ran on other GPUs"
 
 
@@ -338,18 +334,16 @@ def test_a_step_of_cpu_ranks_takes_as_long_as_planned(tmp_path, ranks):
     assert all(one.inside for one in cpu_speed.comparisons(machine_file.read(file), runs))
 
 
-def test_the_range_of_an_uneven_machine_is_wider(tmp_path, capsys):
+def test_the_range_of_an_uneven_machine_is_wider(tmp_path, printed_by):
     """By the spread of its speed in quadrature: a factor of 1.18 and one of 1.32 (1.96 x sqrt(2) x 0.1) make 1.38."""
     ranges = {}
     for spread in (0.0, 0.1, 0.101):
         file = tmp_path / f"{spread}.json"
         file.write_text(json.dumps(json.loads(cpu_speed.MACHINE.read_text()) | {"spread": spread}))
-        assert plan.main(["tiny", "--gpu", "cpu", "--machine", str(file), "--json"]) == 0
-        first = json.loads(capsys.readouterr().out)["plans"][0]
+        first = json.loads(printed_by("plan", "tiny", "--gpu", "cpu", "--machine", file, "--json"))["plans"][0]
         speed, (low, high) = first["tokens_per_second_per_gpu"], first["tokens_per_second_per_gpu_range"]
         ranges[spread] = (low / speed, high / speed)
-        assert plan.main(["tiny", "--gpu", "cpu", "--machine", str(file)]) == 0
-        said = " ".join(capsys.readouterr().out.split())
+        said = " ".join(printed_by("plan", "tiny", "--gpu", "cpu", "--machine", file).split())
         assert ("Its speed varied by 10% while it was measured" in said) is (spread > 0.1)
     assert ranges[0.0] == pytest.approx(CPU_SPEEDS) and ranges[0.1] == pytest.approx((0.678, 1.382), abs=0.001)
     rounds = [{"products": {"512": 1.0}, "attention": {"both": seconds}} for seconds in (2.0, 5.0)]

@@ -245,23 +245,23 @@ def test_a_wrong_statement_on_a_page_is_noticed(tmp_path, capsys, before, after,
 # A page outside the project
 
 
-def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(tmp_path, capsys):
+def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(tmp_path, capsys, printed_by):
     path = written(tmp_path, one=('deepspeed="zero2.json"', 'deepspeed="zero3.json"'))
-    assert launch.main([f"{path}-1b", "lora", "--draft", "--dry-run", "full", "max_steps=3"]) == 0
-    shown = json.loads(capsys.readouterr().out.partition("\n}")[0] + "}")
+    shown = json.loads(
+        printed_by("launch", f"{path}-1b", "lora", "--draft", "--dry-run", "full", "max_steps=3").partition("\n}")[0]
+        + "}"
+    )
     assert (shown["family"], shown["size"], shown["variant"]) == ("mine", "1b", "lora")
     assert shown["page"] == str(path) and shown["max_steps"] == 3 and shown["deepspeed"].endswith("zero3.json")
     assert launch.main([str(path), "full", "--draft", "--dry-run"]) == 0, "the size may be left out where there is one"
     capsys.readouterr()
 
-    assert launch.main([str(path), "--list"]) == 0
-    listed = capsys.readouterr().out
+    listed = printed_by("launch", path, "--list")
     assert listed.startswith("mine: a model of our own") and "\n  lora " in listed and "llama3" not in listed
     assert launch.main([str(path), "--list", "--json"]) == 0
     assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * (2 + len(DENSE))
 
-    assert plan.main([str(path), "--gpu", "H100", "--method", "lora", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(printed_by("plan", path, "--gpu", "H100", "--method", "lora", "--json"))
     assert answer["model"]["recipe"] == f"{path}-1b" and answer["plans"][0]["fits"]
     assert f"scripts/launch.py {path}-1b lora" in answer["plans"][0]["command"]
     assert plan.main([str(path), "--gpu-memory", "9", "--host-memory", "6"]) == 1

@@ -91,9 +91,8 @@ def test_a_plan_that_waits_for_its_host_says_so(capsys):
         assert ("of a step: a slow CPU can double the time" in shown) == waits
 
 
-def test_the_table_names_the_best_first_and_its_command(capsys):
-    assert plan.main(["llama3-8b", *EIGHT, "--explain"]) == 0
-    shown = capsys.readouterr().out
+def test_the_table_names_the_best_first_and_its_command(printed_by):
+    shown = printed_by("plan", "llama3-8b", *EIGHT, "--explain")
     assert shown.startswith("llama3-8b (meta-llama/Llama-3.1-8B-Instruct, 8.03B), full, 64 sequences of 4,096 tokens")
     command = shown.strip().splitlines()[-1]
     assert command.startswith("python scripts/launch.py llama3-8b full --gpus 8")
@@ -246,9 +245,8 @@ def test_fixed_settings_are_kept(answer):
     assert found["model"]["global_batch_size"] == 128
 
 
-def test_a_model_of_ones_own_borrows_a_recipe_and_is_told_so(config_json, capsys):
-    assert plan.main([config_json(), *EIGHT]) == 0
-    said = capsys.readouterr().out
+def test_a_model_of_ones_own_borrows_a_recipe_and_is_told_so(config_json, printed_by):
+    said = printed_by("plan", config_json(), *EIGHT)
     assert "Data, rates and batch are from llama3-8b, the nearest recipe" in said
     assert "Other methods" not in said  # which takes seconds for a model that is not profiled yet
 
@@ -540,10 +538,9 @@ def test_the_forecast_knows_how_long_documents_are(one_a100, capsys, tmp_path):
 
 
 @needs_pdsh
-def test_the_forecast_of_several_hosts_is_that_of_all_their_gpus(one_a100, capsys, refusal, tmp_path):
+def test_the_forecast_of_several_hosts_is_that_of_all_their_gpus(one_a100, printed_by, refusal, tmp_path):
     (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    assert launch.main(["llama3-8b", "full", "--hostfile", str(tmp_path / "hosts"), "--dry-run"]) == 0
-    assert "forecast: " in capsys.readouterr().out
+    assert "forecast: " in printed_by("launch", "llama3-8b", "full", "--hostfile", tmp_path / "hosts", "--dry-run")
     alone = ["llama3-8b", "full", "--hostfile", str(tmp_path / "hosts"), "--nodes", "1", "--dry-run"]
     assert "this run needs" in refusal("launch", *alone)
 
@@ -566,16 +563,13 @@ def test_a_batch_that_another_variant_refuses_is_no_error(capsys):
     assert "does not fit" in shown.out and "grpo" not in shown.err and "zero0.json comes closest" in shown.err
 
 
-def test_auto_lets_the_planner_choose(one_a100, capsys, refusal):
-    assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run", "full"]) == 0
-    shown = capsys.readouterr().out
+def test_auto_lets_the_planner_choose(one_a100, printed_by, refusal):
+    shown = printed_by("launch", "llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run", "full")
     assert shown.startswith("deepspeed=auto: ") and '"rank": 8' in shown and "configs/zero" in shown
     assert "deepspeed=auto: nothing fits" in refusal("launch", "llama3-70b", "full", "deepspeed=auto", "--dry-run")
 
 
-def test_on_cpu_ranks_the_planner_says_nothing(capsys):
-    assert launch.main(["tiny", "full", "--dry-run"]) == 0
-    assert "forecast" not in capsys.readouterr().out
-    assert launch.main(["tiny", "full", "deepspeed=auto", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+def test_on_cpu_ranks_the_planner_says_nothing(printed_by):
+    assert "forecast" not in printed_by("launch", "tiny", "full", "--dry-run")
+    shown = printed_by("launch", "tiny", "full", "deepspeed=auto", "--dry-run")
     assert shown.startswith("deepspeed=auto: the recipe's own zero3.json, as the GPUs are not known here; ds-rec")

@@ -234,15 +234,14 @@ def test_gpus_of_a_node_that_are_given_stay(answer):
 
 
 @pytest.mark.parametrize("room", [1.01, 4.0])
-def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
+def test_a_deadline_is_answered_with_its_range(room, answer, printed_by):
     words = ("llama3-8b", "--gpu", "p5.48xlarge", "--tokens", "2B")
     (taken, slowest) = (
         2e9 / (8 * speed) / 3600
         for one in answer(*words)["plans"][:1]
         for speed in (one["tokens_per_second_per_gpu"], one["tokens_per_second_per_gpu_range"][0])
     )
-    assert plan.main([*words, "--deadline", f"{room * taken:.3f}h"]) == 0
-    said = capsys.readouterr().out
+    said = printed_by("plan", *words, "--deadline", f"{room * taken:.3f}h")
     assert f"The fewest GPUs that finish within {room * taken:.1f} h: 8 GPUs (1 x 8), in {taken:.1f} h" in said
     assert (f"but up to {slowest:.1f} h within the range" in said) == (room == 1.01)
 
@@ -306,9 +305,8 @@ def test_the_batch_to_try_gives_every_gpu_a_micro_batch(capsys):
     assert "global_batch_size=64; try global_batch_size=256." in capsys.readouterr().err
 
 
-def test_what_is_known_or_small_is_not_remarked_on(capsys):
-    assert plan.main(["llama3-8b", "lora", *EIGHT, "--host-memory", "1800"]) == 0
-    said = capsys.readouterr().out
+def test_what_is_known_or_small_is_not_remarked_on(printed_by):
+    said = printed_by("plan", "llama3-8b", "lora", *EIGHT, "--host-memory", "1800")
     assert not [words for words in ("not checked", "as many", "training alone", "nearest recipe") if words in said]
 
 
@@ -479,13 +477,12 @@ def test_a_shorter_sequence_is_suggested(capsys):
 # Mistakes.
 
 
-def test_other_software_is_planned_by_its_own_memory(answer, capsys):
+def test_other_software_is_planned_by_its_own_memory(answer, printed_by):
     """TRL with PEFT holds adapters and Adam's states in fp32 beside whole logits of 14 bytes: more than here."""
     words = ("llama3-8b", "lora", "--gpu", "A100-80GB", "micro_batch_size=1", "gradient_checkpointing=true")
     ours, theirs = (answer(*words, *more)["plans"][0] for more in ((), ("software=trl",)))
     assert theirs["gpu_peak_gib"] > 1.03 * ours["gpu_peak_gib"]
-    assert plan.main([*words, "software=peft"]) == 0
-    assert "Memory and speed are those of software=peft" in capsys.readouterr().out
+    assert "Memory and speed are those of software=peft" in printed_by("plan", *words, "software=peft")
     with pytest.raises(UserError, match="software=unsloth: unknown; choose from peft, trl"):
         plan.main([*words, "software=unsloth"])
     with pytest.raises(UserError, match=r"software=trl and software=peft: a plan is for one software"):

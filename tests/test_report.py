@@ -258,9 +258,8 @@ def test_text_has_no_control_characters(tmp_path, capsys):
     assert printable("a\tb\nc\u00e9\u200d\u202e\ud800") == "a\tb\nc\u00e9\u200d\\u202e\\ud800"
 
 
-def test_the_command_prints_the_verdict_and_writes_the_page(run, tmp_path, capsys):
-    assert main.run("report", [str(run.path), "--output", str(tmp_path / "page.html")]) == 0
-    shown = capsys.readouterr().out
+def test_the_command_prints_the_verdict_and_writes_the_page(run, tmp_path, printed_by):
+    shown = printed_by("report", run.path, "--output", tmp_path / "page.html")
     assert "0.0% -> 97.5%" in shown and "1,200" in shown and "«Ada»" in shown and "+blue" not in shown
     assert Page((tmp_path / "page.html").read_text()).numbers
     assert not run.report_page.exists(), "a command that shows changes nothing"

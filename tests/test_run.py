@@ -200,7 +200,9 @@ def test_the_export_scores_the_same_in_plain_transformers(ranks, tmp_path, sampl
 
 
 @pytest.mark.parametrize("config", tiered(("zero2.json", "zero3.json"), ("zero2.json",)))
-def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, samples, config, capsys, refusal):
+def test_lora_gives_an_adapter_and_on_request_the_merged_model(
+    ranks, tmp_path, samples, config, capsys, printed_by, refusal
+):
     config = str(ROOT / "configs" / config)
     run, screen = train(
         ranks, tmp_path, samples, "lora", deepspeed=config, learning_rate=1e-1, lora=Lora(rank=4, alpha=8)
@@ -218,8 +220,9 @@ def test_lora_gives_an_adapter_and_on_request_the_merged_model(ranks, tmp_path, 
     capsys.readouterr()
     assert generate_script.main([str(merged), "Ada paid 51 euros.", "--max-new-tokens", "8"]) == 0
     assert generate_script.main([str(adapter), "Ada paid 51 euros.", "--max-new-tokens", "8"]) == 0
-    assert generate_script.main([base, "Ada paid 51 euros.", "--adapter", str(adapter), "--max-new-tokens", "8"]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, second, third = printed_by(
+        "generate", base, "Ada paid 51 euros.", "--adapter", adapter, "--max-new-tokens", "8"
+    ).splitlines()
     assert first == second == third
     assert "not empty" in refusal("export", run.path, "--output", merged)
 

@@ -160,9 +160,8 @@ def test_a_command_that_is_interrupted_ends_with_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("generate.py: stopped.\n")
 
 
-def test_one_family_is_listed(capsys):
-    assert launch.main(["--list", "gpt2"]) == 0
-    screen = capsys.readouterr().out
+def test_one_family_is_listed(printed_by):
+    screen = printed_by("launch", "--list", "gpt2")
     assert screen.startswith("gpt2: ") and "355m" in screen and "llama3" not in screen
     assert main.run("launch", ["--list", "gpt3"]) == 2
 

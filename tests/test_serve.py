@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.cli.serving.utils import Modality
 
-from deepspeed_recipes.commands import plan, serve
+from deepspeed_recipes.commands import serve
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.serve import engines, environment, one_model, process, served
@@ -283,7 +283,7 @@ def test_vllm_answers_as_trained_from_two_cpu_ranks(models):
 @NO_SERVING
 @pytest.mark.every
 @pytest.mark.parametrize("recipe", ["llama3-1b", "qwen3-0.6b", "gemma3-1b"])
-def test_vllm_loads_drafts_of_other_families(recipe, tmp_path, capsys):
+def test_vllm_loads_drafts_of_other_families(recipe, tmp_path, printed_by):
     """With heads of 32, the smallest that its kernels know; and its cache is the one that `plan --serve` counts."""
     found = pages.find(recipe, "full")
     found = replace(found, draft=Draft(enabled=True, layers=2, hidden_size=128))
@@ -294,8 +294,12 @@ def test_vllm_loads_drafts_of_other_families(recipe, tmp_path, capsys):
     if recipe.startswith("gemma3"):  # windows: its count of tokens is an average of two kinds of layers
         return
     [tokens] = re.findall(r"KV cache size: ([\d,]+) tokens", (tmp_path / "log").read_text(encoding="utf-8"))
-    assert plan.main([str(tmp_path / "draft"), "--gpu", "H100", "--serve", "1x1024", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)["bf16"]["cache_gib"] * 2  # the draft is in fp32
+    planned = (
+        json.loads(printed_by("plan", tmp_path / "draft", "--gpu", "H100", "--serve", "1x1024", "--json"))["bf16"][
+            "cache_gib"
+        ]
+        * 2
+    )  # the draft is in fp32
     assert planned == pytest.approx(1024 / int(tokens.replace(",", "")), rel=1e-6), "of VLLM_CPU_KVCACHE_SPACE=1"
 
 

@@ -34,10 +34,9 @@ def test_layers_are_evenly_spaced_with_the_first_and_the_last():
             assert len(set(found)) == after and (found[0], found[-1]) == (0, before - 1) and found == sorted(found)
 
 
-def test_the_shipped_student_is_cut_out_of_the_shipped_teacher(tmp_path, capsys):
+def test_the_shipped_student_is_cut_out_of_the_shipped_teacher(tmp_path, printed_by):
     words = [TINY_TEACHER, "--layers", "2", "--intermediate", "208", "--output", str(tmp_path / "student")]
-    assert command.main(words) == 0
-    assert "1,009,024 of 3,049,984 parameters; layers 0, 3; feed-forward width 208" in capsys.readouterr().out
+    assert "1,009,024 of 3,049,984 parameters; layers 0, 3; feed-forward width 208" in printed_by("shrink", *words)
     for file in Path(TINY_STUDENT).iterdir():
         if file.suffix != ".md":
             assert file.read_bytes() == (tmp_path / "student" / file.name).read_bytes(), file.name

@@ -51,12 +51,13 @@ def test_keys_whose_values_have_commas_are_known():
     assert said | {"data.validation"} == overrides.comma_keys()
 
 
-def test_a_dry_run_prints_the_trials_of_a_model_without_a_page(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_prints_the_trials_of_a_model_without_a_page(tmp_path, monkeypatch, printed_by):
     model = tmp_path / "mine"
     shutil.copytree(SAMPLES / "tiny_model", model)
     monkeypatch.chdir(tmp_path)
-    assert main.run("sweep", ["auto", "mine", "learning_rate=1e-4,3e-4", "max_steps=5", "--draft", "--dry-run"]) == 0
-    first, *commands = capsys.readouterr().out.splitlines()
+    first, *commands = printed_by(
+        "sweep", "auto", "mine", "learning_rate=1e-4,3e-4", "max_steps=5", "--draft", "--dry-run"
+    ).splitlines()
     assert first.startswith("2 trials") and "mine-lora" in first and len(commands) == 2
     assert commands[0].endswith("launch.py auto mine lora --draft max_steps=5 learning_rate=1e-4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"], "nothing is written"

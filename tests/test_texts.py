@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from deepspeed_recipes.commands import export as export_script
-from deepspeed_recipes.commands import main
 from deepspeed_recipes.export import push
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
@@ -206,7 +205,7 @@ CASES = [(method, lora) for method in ("classify", "embed") for lora in (False, 
 @pytest.mark.every
 @pytest.mark.parametrize(("method", "lora"), CASES)
 def test_it_learns_resumes_and_is_loaded_by_transformers(
-    ranks, tmp_path, model_folder, labelled, matching, capsys, refusal, method, lora
+    ranks, tmp_path, model_folder, labelled, matching, printed_by, refusal, method, lora
 ):
     data = labelled if method == "classify" else matching
     recipe = small(model_folder, data, f"zero{2 if lora else 3}.json", method=method, save_steps=3, micro_batch_size=2)
@@ -230,8 +229,7 @@ def test_it_learns_resumes_and_is_loaded_by_transformers(
     known = {"accuracy", "recall_at_1", "held-out examples"}
     assert any(word.replace("_", " ") in screen.splitlines()[-1] for word in known)
     assert ("a classifier" if method == "classify" else "an embedding model") in refusal("generate", folder, "Ada?")
-    assert main.run("evaluate", [str(run.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed_by("evaluate", run.path, "--json"))
     assert found["metric"] == summary["metric"] and found["models"][0]["score"] == pytest.approx(summary["after"])
     assert {file.name for file in push.files(folder)} >= {"README.md", "training/recipe.json"}
 
