@@ -13,7 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+)
 
 from deepspeed_recipes.commands import evaluate
 from deepspeed_recipes.commands.main import run as run_command
@@ -155,6 +161,37 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, printed_by):
         ours = whole.measure(trainer, sequences)["loss"]
     assert found["score"] == pytest.approx(ours, rel=1e-5)
     assert found["low"] < found["score"] < found["high"] and len(found["values"]) == 6
+
+
+def test_the_loss_is_the_cross_entropy_whatever_the_configuration_adds(data, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3MoeConfig(**sizes, head_dim=8, vocab_size=len(tokenizer), num_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = []
+    for added in ({}, {"output_router_logits": True, "router_aux_loss_coef": 1.0}):
+        file = tmp_path / "config.json"
+        write_json(file, read_json(file) | added)
+        with alone():
+            found.append(score.of(tmp_path, read(None, data, "loss", None)))
+    assert found[0].value == found[1].value
+
+
+def test_losses_of_different_tokens_are_not_compared(data, tmp_path, capsys):
+    """The second tokenizer has one more token, which the answers contain."""
+    shutil.copytree(TINY_MODEL, tmp_path / "other")
+    other = AutoTokenizer.from_pretrained(TINY_MODEL)
+    other.add_tokens(['"city"'])
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
+    model.resize_token_embeddings(len(other))
+    model.save_pretrained(tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    words = [str(TINY_MODEL), str(tmp_path / "other"), "--data", str(data), "--metric", "loss", "--json"]
+    assert run_command("evaluate", words) == 0
+    told = capsys.readouterr()
+    assert "have different tokens, so their losses per token do not compare" in told.err
+    assert json.loads(told.out)["pairs"] == []
 
 
 def test_preferences_are_ranked_by_the_answers_likelihood(capsys, printed_by, refusal, tmp_path):

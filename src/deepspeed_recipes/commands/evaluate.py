@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ..export.evaluate import candidates
@@ -109,6 +110,11 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
                 of = f"{known} of these {len(examples.examples)} examples"
                 text = f"{one.name} was trained on {of}, so its score does not show what it does with new ones"
                 print(f"warning: {text}", file=sys.stderr, flush=True)
-        compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
+        scored = [(one.name, score.of(one.model, examples)) for one in found]
+        for (first, of_first), (second, of_second) in pairwise(scored):
+            if of_first.counts != of_second.counts:
+                text = f"{first} and {second} have different tokens, so their losses per token do not compare"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+        compared = comparison.of(examples, scored)
     print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
     return compared

@@ -48,7 +48,7 @@ def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tu
         "pairs": [
             pair(higher_is_better, first, second)
             for first, second in pairwise(found)
-            if len(first[1].sums) == len(second[1].sums)
+            if first[1].counts == second[1].counts
         ],
     }
 

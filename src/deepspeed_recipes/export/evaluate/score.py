@@ -20,6 +20,7 @@ from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
 from ...training.data.thinking import stripped
 from ...training.methods import classify, embed
+from ...training.model.transforms import cross_entropy_alone
 from ...training.model_folder import base_model
 from ...training.parallel import scores
 from ...training.server import Server
@@ -134,6 +135,7 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         if about.dropped:
             longer = f"{about.dropped} of {len(held_out.examples)} examples are left out: longer than sequence_length="
             print(f"{held_out.source}: {longer}{recipe.sequence_length}", file=sys.stderr)
+        cross_entropy_alone(model)
         collator, sums, counts = Collator(tokenizer.pad_token_id), list[float](), list[int]()
         for sequence in sequences:
             inputs = scores.to_device(collator([sequence]))

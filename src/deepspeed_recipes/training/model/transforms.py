@@ -108,11 +108,20 @@ def apply(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 
 
 def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Reduce the model's loss to the cross-entropy, whatever its config.json adds, and print the removed terms.
+    """Reduce the model's loss to the cross-entropy, and print the removed terms.
 
     transformers adds such a term in full to every micro-batch of every rank; tiled losses and pipelines omit it.
     `router_aux_loss_coef` adds the routers' load-balancing loss in the right proportion.
     """
+    if (left_out := cross_entropy_alone(model)) and not recipe.router_aux_loss_coef:
+        say(
+            f"the loss is the cross-entropy alone, without the terms of {' and '.join(left_out)} in config.json; "
+            "router_aux_loss_coef=0.001 adds a load-balancing loss"
+        )
+
+
+def cross_entropy_alone(model: PreTrainedModel) -> list[str]:
+    """Reduce a model's loss to the cross-entropy, whatever its config.json adds, and return the keys of the rest."""
     config, left_out = model.config.get_text_config(), []
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # `whole.save` writes the files' own value
@@ -120,11 +129,7 @@ def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
     if getattr(model, "z_loss_coefficient", 0):  # Bamba's
         model.z_loss_coefficient = 0.0
         left_out.append("z_loss_coefficient")
-    if left_out and not recipe.router_aux_loss_coef:
-        say(
-            f"the loss is the cross-entropy alone, without the terms of {' and '.join(left_out)} in config.json; "
-            "router_aux_loss_coef=0.001 adds a load-balancing loss"
-        )
+    return left_out
 
 
 def switch_by_batch(model: PreTrainedModel) -> None:
