@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_recipes.commands import main
 from deepspeed_recipes.config.lint import lint
 from deepspeed_recipes.config.read import Unreadable, parse, read
 from tests.tiers import examples
@@ -131,29 +132,27 @@ def test_a_path_without_a_file(path: str):
         read(path)
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "check_config.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+def test_the_command_reports_positions_and_exit_statuses(tmp_path: Path, capsys):
+    def checked(*arguments: str) -> tuple[int, str, str]:
+        return main.run("check", [*arguments]), *capsys.readouterr()
 
-
-def test_the_command_reports_positions_and_exit_statuses(tmp_path: Path):
     good, bad, broken = (tmp_path / name for name in ("good.json", "bad.json", "broken.json"))
     good.write_text((ROOT / "configs" / "zero2.json").read_text())
     bad.write_text('{"train_batch_size": 8,\n  "gradient_cliping": 1.0}')
     broken.write_bytes(b"{" * 10_000)
-    assert check(str(good)).returncode == check("zero3").returncode == 0, "configs/ has the second"
-    run = check(str(bad), "--trainer", "plain")
-    assert run.returncode == 1
-    assert f"{bad}:2:3: error: gradient_cliping = 1.0" in run.stdout
-    assert "did you mean `gradient_clipping`?" in run.stdout
-    run = check(str(broken), str(good))
-    assert run.returncode == 2
-    assert f"{broken}:1:2: cannot be read" in run.stdout
-    for status, file in ((0, good), (1, bad), (2, broken)):
-        run = check(str(file), "--json", "--trainer", "hf" if file == good else "plain")
-        assert json.loads(run.stdout)[0]["status"] == run.returncode == status
-        assert run.stderr == ""
-    (finding,) = [item for item in json.loads(check(str(bad), "--json", "--trainer", "plain").stdout)[0]["findings"]]
+    assert checked(str(good))[0] == checked("zero3")[0] == 0, "configs/ has the second"
+    status, out, _ = checked(str(bad), "--trainer", "plain")
+    assert status == 1
+    assert f"{bad}:2:3: error: gradient_cliping = 1.0" in out
+    assert "did you mean `gradient_clipping`?" in out
+    status, out, _ = checked(str(broken), str(good))
+    assert status == 2
+    assert f"{broken}:1:2: cannot be read" in out
+    for expected, file in ((0, good), (2, broken), (1, bad)):
+        status, out, err = checked(str(file), "--json", "--trainer", "hf" if file == good else "plain")
+        assert json.loads(out)[0]["status"] == status == expected
+        assert err == ""
+    (finding,) = json.loads(out)[0]["findings"]
     assert (finding["rule"], finding["key"], finding["line"]) == ("misspelt-key", "gradient_cliping", 2)
     assert {"severity", "value", "what", "fix"} <= set(finding)
 

@@ -7,43 +7,39 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deepspeed_recipes.commands import doctor
 from deepspeed_recipes.machine import ops, software, system
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
+def states(printed: str) -> dict[str, str]:
+    return {check["name"]: check["state"] for check in json.loads(printed)}
 
 
-def states(run: subprocess.CompletedProcess) -> dict[str, str]:
-    return {check["name"]: check["state"] for check in json.loads(run.stdout)}
-
-
-def test_this_machine_can_train(tmp_path: Path):
-    run = doctor("--json", "--output-dir", str(tmp_path), "--nvme", str(tmp_path / "swap"))
-    found = states(run)
-    assert run.stderr == ""
+def test_this_machine_can_train(tmp_path: Path, capsys):
+    status = doctor.main(["--json", "--output-dir", str(tmp_path), "--nvme", str(tmp_path / "swap")])
+    said = capsys.readouterr()
+    found = states(said.out)
+    assert said.err == ""
     assert {"torch", "deepspeed", "GPU", "g++", "ninja", "libaio", "/dev/shm", "disk", "W&B"} <= set(found)
     assert found["torch"] == found["deepspeed"] == "ok"
-    assert run.returncode == ("error" in found.values())
+    assert status == ("error" in found.values())
     assert not list((tmp_path / "swap").iterdir())
 
 
-def test_what_would_stop_a_run_is_an_error(tmp_path: Path):
+def test_what_would_stop_a_run_is_an_error(tmp_path: Path, monkeypatch, capsys):
     hosts = tmp_path / "hosts"
     hosts.write_text("nowhere.invalid slots=8  # no such host\n")
-    run = doctor("--json", "--checkpoint-gib", "1e9", "--hostfile", str(hosts), PATH="/nowhere")
-    found = states(run)
-    assert run.returncode == 1
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert doctor.main(["--json", "--checkpoint-gib", "1e9", "--hostfile", str(hosts)]) == 1
+    found = states(capsys.readouterr().out)
     assert found["disk"] == found["ssh nowhere.invalid"] == found["pdsh"] == found["g++"] == "error"
 
 
-def test_the_table_names_a_fix_for_each_error():
-    run = doctor("--checkpoint-gib", "1e9")
-    lines = run.stdout.splitlines()
+def test_the_table_names_a_fix_for_each_error(capsys):
+    assert doctor.main(["--checkpoint-gib", "1e9"]) == 1
+    lines = capsys.readouterr().out.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("error"))
     assert "disk" in lines[at]
     assert lines[at + 1].strip().startswith("fix:")
@@ -63,10 +59,13 @@ def test_direct_io_is_measured_or_refused(tmp_path: Path):
     assert refused.state == "error"
 
 
-def test_no_key_is_ever_shown(tmp_path: Path):
-    run = doctor("--json", WANDB_API_KEY="0123456789abcdef0123456789abcdef01234567", WANDB_MODE="")
-    assert "0123456789" not in run.stdout + run.stderr
-    assert "a key is set" in run.stdout
+def test_no_key_is_ever_shown(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setenv("WANDB_MODE", "")
+    doctor.main(["--json"])
+    said = capsys.readouterr()
+    assert "0123456789" not in said.out + said.err
+    assert "a key is set" in said.out
 
 
 def test_a_second_build_waits_for_the_first(tmp_path: Path):
