@@ -1,5 +1,6 @@
 """Every form in which people write examples, and the messages for wrong ones."""
 
+import contextlib
 import csv
 import json
 import re
@@ -788,6 +789,27 @@ MISTAKES = {
     ),
     "text": (line(text=3), "pretrain", "'text' must be a string"),
 }
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"),
+    [
+        ("Frame 1: <image>\nFrame 2: <image>\nWhat moves?", "<image>"),
+        ("Which bond is in <image 1>?", "<image 1>"),
+        ("<|vision_start|><|image_pad|><|vision_end|>What?", "<|image_pad|>"),
+        ("Before <|image_1|> or after?", "<|image_1|>"),
+        ("<start_of_image>What?", "<start_of_image>"),
+        ("What is <image> in SVG?", None),
+        ("Correct this:\n<image>\n<url>a.png</url>\n</image>", None),
+        ("Why <imagery>, not <|images|>?", None),
+    ],
+)
+def test_an_image_that_is_only_written_is_refused(tmp_path, asked, written):
+    path = tmp_path / "seen.jsonl"
+    path.write_text(line(messages=[user(asked), assistant("b")]) + "\n")
+    refused = pytest.raises(UserError, match=f"has a placeholder, {re.escape(written or '')}, and the example names no")
+    with refused if written else contextlib.nullcontext():
+        preflight.check_file(path, "sft")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -3,6 +3,7 @@
 Standard library only, as `formats.py`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,7 +42,13 @@ TEXTS = (None, "text", "input_text", "output_text")
 """Types of content parts whose `text` is the turn's text; a `reasoning` or an `image` may have a text too."""
 OF_PART = ("type", "text", "image", "image_url", "path", "url", "bytes", "base64")
 """Keys of content parts that are read."""
-PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+PLACEHOLDERS = re.compile(
+    r"\A<(?:image|video|audio)>|<(image|video|audio)>$(?!.*</\1>)|<image ?\d+>|<\|(?:image|video|audio)_\w+\|>"
+    r"|<start_of_image>",
+    re.MULTILINE | re.DOTALL,
+)
+"""Written for an image or other media: LLaVA's at a text's start or a line's end, since elsewhere they may be HTML, and
+anywhere those of MMMU, Phi, Qwen and Gemma."""
 REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 WORDS = {**dict.fromkeys(("true", "yes", "1", "1.0"), True), **dict.fromkeys(("false", "no", "0", "0.0"), False)}
 JUDGEMENTS = {
@@ -68,14 +75,12 @@ def with_usual_names(where: str, example: Json) -> Json:
 
 
 def refuse_placeholder(where: str, content: str) -> None:
-    """Refuse a placeholder of an image or other media at a text's start or end; elsewhere it may be HTML."""
-    text = content.strip()
-    for written in PLACEHOLDERS:
-        if text.startswith(written) or text.endswith("\n" + written):
-            raise UserError(
-                f"{where} has a placeholder, {written}, and the example names no file for it; add the file to "
-                "'images', which only recipes with model.vision=true read, or remove the placeholder."
-            )
+    """Refuse a placeholder of an image or other media in a text."""
+    if written := PLACEHOLDERS.search(content.strip()):
+        raise UserError(
+            f"{where} has a placeholder, {written[0]}, and the example names no file for it; add the file to 'images', "
+            "which only recipes with model.vision=true read, or remove the placeholder."
+        )
 
 
 def is_text(part: object) -> bool:
