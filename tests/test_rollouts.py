@@ -234,6 +234,16 @@ def test_the_losses_are_those_of_the_papers():
     assert grpo.RunGRPOTrainer.compute_loss(trainer, None, inputs).item() == (2 + 4 + 0) / 3
 
 
+def test_groups_of_equal_rewards_are_known_where_their_mean_is_rounded():
+    none = math.nan
+    rewards = torch.tensor([[0.7] * 8, [0.7] * 7 + [none], [none] * 8, [0.7] * 7 + [0.70001], [0.0] * 7 + [1.0]])
+    assert rewards[0].mean() != rewards[0, 0], "an advantage of rounding, from which Adam would learn"
+    assert hooks.alike(rewards.view(-1, 1), 8).view(5, 8).tolist() == [[same] * 8 for same in (1, 1, 1, 0, 0)]
+    constant = torch.ones(8)
+    assert not hooks.alike(torch.stack([rewards[4], constant], dim=1), 8).any()
+    assert hooks.alike(torch.stack([rewards[0], constant], dim=1), 8).all()
+
+
 def test_the_sample_functions_score_as_they_say():
     example = {"expected": '{"name":"Ada","amount":"5.00"}'}
     right, half = example["expected"], '{"name":"Ada","amount":"6.00"}'

@@ -78,6 +78,16 @@ def written_answers(
     return found
 
 
+def alike(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Return which answers are in a group whose answers have the same rewards or none, [answers].
+
+    `rewards` are [answers, functions], NaN where there are none.
+    """
+    groups = rewards.view(-1, group_size, rewards.shape[1])
+    same = groups.nan_to_num(-math.inf).amax(1) <= groups.nan_to_num(math.inf).amin(1)
+    return same.all(1).repeat_interleave(group_size)
+
+
 EXAMPLES = "examples"
 """Key of a batch's list of prompts, which TRL's trainers convert to tensors themselves."""
 
@@ -152,6 +162,10 @@ class RolloutHooks(Averaging):
         """Return answers to a step's prompts with their advantages; count tokens, and keep the best and the worst."""
         with self.context.phases.phase("rollout"):
             output = super()._generate_and_score_completions(inputs)
+        if self.beta == 0 or Grpo.of(self.context.recipe).loss != "rloo":  # whose rewards contain the KL
+            # The mean of equal numbers is rounded, and Adam's updates are as large for gradients of rounding alone.
+            first = self.accelerator.process_index * len(inputs)
+            output["advantages"][self._alike[first : first + len(inputs)]] = 0.0
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         self.context.metrics.count([{"attention_mask": mask}])
         step = self.state.global_step + 1
@@ -255,6 +269,7 @@ class RolloutHooks(Averaging):
                 "above give the reasons."
             )
         self._metrics["train"]["rewards/failed"].append(failed.float().mean().item())
+        self._alike = alike(rewards, self.num_generations)
         return rewards
 
     # Between steps
