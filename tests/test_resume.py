@@ -291,6 +291,7 @@ CHANGES = {
     "precision=fp16": r"precision=fp16: .*of a run with fp32",
     "layer_decay=0.9": r"layer_decay=0\.9: .*of a run with 1",
     "optimizer=adamw_8bit": r"optimizer=adamw_8bit: .*of a run with adamw",
+    "eval_examples=8": r"eval_examples=8: .*of a run with none",
     "lora.alpha=16": r"lora\.alpha=16: .*holds adapters with 8",
     "lora.rank=8": r"lora\.rank=8: .*holds adapters with 4",
     "lora.target_modules=q_proj": r"lora\.target_modules=q_proj: .*holds adapters with all-linear",
@@ -307,6 +308,7 @@ ACCEPTED = ("learning_rate=1e-5", "max_steps=99", "micro_batch_size=2", "gradien
 def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_path, model_folder, conversations):
     run = RunFolder(tmp_path)
     recipe = paths.locate(small(model_folder, conversations, deepspeed="zero1.json", precision="fp32", lora=LORA))
+    recipe = replace(recipe, data=replace(recipe.data, validation=recipe.data.path), eval_steps=5, early_stopping=3)
     write_recipe(run, recipe)
     write_json(run.deepspeed, {"zero_optimization": {"stage": 1}})
     write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})

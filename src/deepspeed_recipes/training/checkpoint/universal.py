@@ -130,6 +130,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         "freeze": (recipe.freeze, saved.freeze),
         "optimizer": (recipe.optimizer, saved.optimizer),
     }
+    if recipe.picks and saved.steps_between_evaluations:  # which have to be of the same examples
+        settings["eval_examples"] = (recipe.eval_examples, saved.eval_examples)
     for key, (asked, held) in settings.items():
         if asked != held:
             raise UserError(
