@@ -187,13 +187,17 @@ def test_rewind_resumes_without_the_sequence(ranks, tmp_path, nan_setup, convers
     assert [row["loss"] for row in got] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
-def test_every_sequence_left_out_is_refused(tmp_path):
+def test_sequences_left_out_are_named_and_not_all_of_them(tmp_path, capsys):
     run = RunFolder(tmp_path)
     collate.leave_out(run, [1, 0])
     collate.leave_out(run, [1])
     assert collate.left_out(run) == [0, 1]
     with pytest.raises(UserError, match="every training sequence"):
         collate.numbered([{}, {}], run)
+    assert len(collate.numbered([{}, {}, {}], run)) == 3
+    assert f"not trained on: 2 sequences that a rewind has found to be bad, by number in {run.left_out};" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_next_sequence_replaces_one_that_is_left_out():

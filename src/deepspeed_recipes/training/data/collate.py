@@ -9,9 +9,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, read_json, write_json
+from ..console import say
 from ..model import attention
 
 Batch = dict[str, Any]
@@ -118,6 +119,11 @@ def numbered(dataset: Dataset, run: RunFolder) -> Dataset:
     bad = frozenset(left_out(run))
     if len(bad) >= len(dataset):
         raise UserError(f"{run.left_out}: lists every training sequence, so the data is not the cause.")
+    if bad:
+        say(
+            f"not trained on: {counted(len(bad), 'sequence')} that a rewind has found to be bad, by number in "
+            f"{run.left_out}; remove that file if the data has changed since"
+        )
     return Numbered(dataset, bad)
 
 
