@@ -37,6 +37,7 @@ MARK = {
     "recipe": "tiny-3m-full",
     "model": {"model_type": "qwen3", "hidden_size": 64},
     "tokenizer": "a",
+    "together": 8,
     "data": "b",
     "held_out": "h",
     "order": {"seed": 1, "global_batch_size": 8},
@@ -61,6 +62,7 @@ def test_the_same_run_resumes(checkpoint):
         ({"held_out": "c"}, "other held-out examples:"),
         ({"tokenizer": "c"}, "another tokenizer or chat template:"),
         ({"order": {"seed": 2, "global_batch_size": 8}}, r"\(seed=1, now seed=2\)"),
+        ({"together": 4}, r"another micro_batch_size x data-parallel ranks.*\(8, now 4\)"),
     ],
 )
 def test_other_data_is_refused_unless_it_is_accepted(checkpoint, change, said):
@@ -148,6 +150,15 @@ def test_other_weights_of_a_base_are_refused_whichever_files_hold_them(checkpoin
     with pytest.raises(UserError, match=r"other weights of its base.*put back the weights with which it began"):
         fingerprint.check(MARK | {"base": after}, checkpoint, changed=True)
     fingerprint.check(MARK | {"base": None}, checkpoint, changed=False)  # not on this machine before it is loaded
+
+
+@pytest.mark.parametrize(("variant", "compares"), [("embed", True), ("kto_lora", True), ("full", False)])
+def test_examples_that_are_compared_with_each_other_are_counted(variant, compares, alone, monkeypatch):
+    tokenizer, data = AutoTokenizer.from_pretrained(TINY_MODEL), Datasets(Dataset.from_list([{}]), None, None, [])
+    recipe = pages.find("tiny", variant)
+    monkeypatch.setattr(fingerprint.dist, "get_world_size", lambda: 3)
+    found = fingerprint.of_run(recipe, tokenizer, data, "now")["together"]
+    assert found == (3 * recipe.micro_batch_size if compares else None)
 
 
 def test_the_digest_of_data_is_that_of_its_content_and_order(tmp_path, conversations):

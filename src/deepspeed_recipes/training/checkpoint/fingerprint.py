@@ -11,12 +11,14 @@ from pathlib import Path
 import pyarrow
 import xxhash
 from datasets import Dataset
+from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...recipe import own_code
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.methods.texts import Distill
+from ...recipe.layout import data_parallel_size
+from ...recipe.methods import Distill, Embed, Kto
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
 from .. import distributed
@@ -33,13 +35,14 @@ MEANT = {
     "teacher": "another config.json of its teacher",
     "base": "other weights of its base, its reference or its teacher",
     "tokenizer": "another tokenizer or chat template",
+    "together": "another micro_batch_size x data-parallel ranks, whose examples are compared with each other",
     "data": "other data",
     "held_out": "other held-out examples",
     "transform": "another data.transform",
     "order": "another order of the data",
 }
 """The meaning of a difference, by the fingerprint's key."""
-ACCEPTABLE = ("tokenizer", "data", "held_out", "transform", "order")
+ACCEPTABLE = ("tokenizer", "together", "data", "held_out", "transform", "order")
 """Differences that `data.changed=true` accepts."""
 IDLE = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache"),
@@ -67,12 +70,14 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
         teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
         folders = [stored.folder_of(path) for path in (recipe.model.path if again else None, teacher) if path]
         here, judged = [folder for folder in folders if folder], datasets.judged
+        ranks = data_parallel_size(recipe.layout, dist.get_world_size())
         return {
             "recipe": recipe.name,
             "model": computing(load.load_config(recipe)),
             **({"teacher": computing(load.config_of(teacher, recipe.model.trust_remote_code))} if teacher else {}),
             "base": expected.of_weights(here) if here and here == folders else None,
             "tokenizer": of_tokenizer(tokenizer),
+            "together": recipe.micro_batch_size * ranks if isinstance(recipe.method, (Embed, Kto)) else None,
             "data": of_data(datasets.training),
             "held_out": None if judged is None else of_data(judged),
             "transform": own_code.digests(recipe).get("data.transform"),
