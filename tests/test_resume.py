@@ -130,6 +130,9 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     ranks.check(training_run.main, str(run.path), log=tmp_path / "exported.log")
     assert "only measuring and exporting" in read_logs(tmp_path / "exported.log")[0]
     assert record.read(run.export).recipe.max_steps == read_recipe(run).max_steps == 5
+    run.metrics.unlink()
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "without.log") == [2, 2]
+    assert "metrics.jsonl: missing, so the run's end cannot" in read_logs(tmp_path / "without.log")[0]
 
 
 @pytest.mark.every

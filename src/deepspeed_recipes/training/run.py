@@ -13,6 +13,7 @@ from . import peft_without_bitsandbytes  # noqa: F401  # first: before anything 
 # isort: split
 import gc
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
 from ..recipe.own_code import is_own
-from ..recipe.project import display
+from ..recipe.project import command, display
 from ..recipe.recipe import Recipe, names
 from ..recipe.run_folder import (
     REWIND,
@@ -293,6 +294,11 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline:
     if context.stop.stopped:
         summary.stopped(run, trainer.state.global_step, context.trackers)
         return
+    if not run.metrics.exists():  # all steps were trained at an earlier start
+        raise UserError(
+            f"{run.metrics}: missing, so the run's end cannot be described; restore it, or export the newest "
+            f"checkpoint: {command('export')} {shlex.quote(display(run.path))} --output FOLDER."
+        )
     check_moved(trainer)
     try:  # for the report
         layers = holdings.layer_bytes(trainer.deepspeed)
