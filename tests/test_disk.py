@@ -124,6 +124,25 @@ def test_ranks_whose_disk_fills_up(ranks, tmp_path, request, model_folder, conve
     assert "the disk is full; free some space" in said and "Traceback" not in said
 
 
+def test_ranks_whose_folder_is_removed(ranks, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    assert ranks.run(without_folder, str(run.path), world_size=1, log=tmp_path / "log") == [2]
+    said = read_logs(tmp_path / "log")[0]
+    assert f"{run.path}: this folder was removed or renamed while" in said and "Traceback" not in said
+
+
+def without_folder(folder):
+    """Lose the run's folder before the first step is recorded; executed on a rank."""
+
+    def execute(recipe, run, trackers):
+        shutil.rmtree(folder)
+        append_jsonl(run.metrics, {"step": 1})
+
+    training_run.starting_recipe, training_run.execute = lambda run: None, execute
+    training_run.main(folder)
+
+
 def test_the_node_of_a_cluster_says_it_too(read_only):
     options = ["--nodes", "1", "--gpus", "1", "--master-addr", "localhost", "--master-port", "1"]
     command = [sys.executable, "-m", "deepspeed_recipes.launching.node", str(read_only / "run"), *options]

@@ -96,6 +96,9 @@ def main(folder: str) -> None:
     except Rewind as error:
         fail(error, REWIND, trackers)
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and not os.path.exists(folder):
+            gone = f"{folder}: this folder was removed or renamed while the run wrote to it"
+            fail(f"{gone}; if it is elsewhere, continue there with --resume --output-dir.", 2, trackers)
         if refused := lasting(error, run.path):
             fail(refused, 2, trackers)
         if lost := without_launcher.lost_peer(error):
