@@ -27,6 +27,7 @@ _SECRET_VALUE = (
     r"|\bsk-(?=[\w-]*\d)[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
     r"|\b[sr]k_(?:live|test)_\w{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b(?:do[opr]_v1|sbp)_[0-9a-f]{32,}"
     r"|\bAGE-SECRET-KEY-1\w{40,}|\b\d{8,10}:AA[\w-]{30,}"  # age, Telegram
+    r"|\bxai-[A-Za-z0-9]{40,}|\bdckr_[po]at_[\w-]{20,}|\blsv2_[ps][tk]_\w{20,}"  # xAI, Docker, LangSmith
     r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w/-]+"  # Slack, Discord
     r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|\beyJ[\w-]{40,}"  # JSON web tokens, tokens of encoded JSON
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)"
@@ -43,14 +44,14 @@ _SECRET_PART = (
     r"|pass|pwd?|secret)=)[^&\s'\"]+"
     r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:(?:Basic|Bearer|Digest|Token)(?:\s|%20)+)?)[^\s,'\"]+"
     r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}|(\bBasic(?:\s|%20)+)(?=\S*[\d=])[\w+/=-]{16,}"
-    rf"|({_NAMED}\\?['\"]\s*[:=]\s*\\?['\"])[^'\"\\]+"
+    rf"|({_NAMED}\\?['\"]\]?\s*[:=]\s*\\?['\"])[^'\"\\]+"
     rf"|({_NAMED}\s*[:=]\s*['\"]?)(?!\w+://)(?=\S*\d)[^\s'\",;&]{{8,}}"
     r"|(\b(?:key|token|auth)\\?['\"]?\s*[:=]\s*\\?['\"]?)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{16,}"
     rf"|({_NAMED}['\"]?\s*:[ \t]*[|>][+-]?\d?[ \t]*\n(?P<indent>[ \t]+))[^\n]+(?:\n(?P=indent)[^\n]*)*"  # YAML's blocks
     rf"|({_NAMED}\s+(?:is\s+)?['\"]?)[0-9a-f]{{64}}\b"
     r"|(\b(?:mysql|mariadb)[\w-]*\s(?:[^\n;&|]{0,500}?\s)?(?-i:-p)['\"]?)[^\s;'\"]+"
     rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*"
-    r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+"
+    r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\b(?:docker|podman)\s+login\s[^\n;&|]{0,200}?-p\s+|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+"
 )
 """Values after a name that marks a secret: in a signed URL, a request header, JSON, YAML or an option."""
 _SECRET_KEY = (
