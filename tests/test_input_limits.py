@@ -394,6 +394,7 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         {"is_encoder_decoder": True},
         {"rms_norm_eps": -1e-6},
         {"rope_thetha": 1e4},
+        {"rope_theta": 10.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
     ):
@@ -403,6 +404,7 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         keys = (
             r"'rope_thetha', which Qwen3Config does not read, and no 'rope_theta'|"
             r"return_dict=false|(output_attentions|is_encoder_decoder)=true|rms_norm_eps=-1e-06: |rope_theta=(0|-1.*): "
+            r"|rope_theta=10\.0, and rope_theta=10000\.0 in rope_parameters"
         )
         wrong = rf"is wrong: |{keys}"
         assert re.search(wrong, str(caught.value))

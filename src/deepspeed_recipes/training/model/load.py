@@ -92,6 +92,12 @@ def _check_keys(written: Json, config: PreTrainedConfig, path: str) -> None:
                 f"model.path={path}: its config.json has {key!r}, which {kind.__name__} does not read, and no "
                 f"{meant!r}; correct or remove the key."
             )
+    theta, rope = written.get("rope_theta"), written.get("rope_parameters")
+    if theta and isinstance(rope, dict) and rope.get("rope_theta", theta) != theta:
+        raise UserError(
+            f"model.path={path}: its config.json has rope_theta={theta}, and rope_theta={rope['rope_theta']} in "
+            "rope_parameters, of which transformers reads only the latter; make them equal."
+        )
     for name in kind.sub_configs:
         if isinstance(written.get(name), dict):
             _check_keys(written[name], getattr(config, name), path)
