@@ -39,6 +39,12 @@ SHORT = [user("Hi?"), assistant("Yes.")]
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
+def converted(example, method="sft"):
+    """Return an example as a method reads it."""
+    (found,) = formats.converted([("here", example)], method)
+    return found
+
+
 def chat(messages, tools=None, given=0):
     return {"messages": messages, "tools": tools, "given": given}
 
@@ -100,7 +106,7 @@ CHATS = {
 @pytest.mark.parametrize("form", CHATS)
 def test_every_chat_becomes_messages(form):
     row, expected = CHATS[form]
-    assert list(formats.converted([("here", row)], "sft")) == [expected]
+    assert converted(row) == expected
 
 
 PAIR = {"prompt": [user("Hi?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")], "tools": None}
@@ -135,7 +141,7 @@ PAIRS = {
 @pytest.mark.parametrize("form", PAIRS)
 def test_every_pair_becomes_prompt_chosen_rejected(form):
     for method in ("dpo", "reward", "orpo", "simpo"):
-        assert list(formats.converted([("here", PAIRS[form])], method)) == [PAIR]
+        assert converted(PAIRS[form], method) == PAIR
 
 
 def test_the_method_decides_between_fields_that_fit_several_forms():
@@ -243,9 +249,7 @@ def test_examples_without_a_system_prompt_get_the_recipes(tmp_path):
 
 
 def test_the_system_prompt_of_a_table_is_a_system_turn():
-    (read,) = formats.converted(
-        [("here", {"system_prompt": "Be brief.", "prompt": "Hi?", "completion": "Yes."})], "sft"
-    )
+    read = converted({"system_prompt": "Be brief.", "prompt": "Hi?", "completion": "Yes."})
     assert read["messages"] == [{"role": "system", "content": "Be brief."}, user("Hi?"), assistant("Yes.")]
 
 
@@ -253,7 +257,7 @@ def test_the_system_prompt_of_a_table_is_a_system_turn():
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
 def test_judged_answers_are_read_for_kto(form, key):
     for label, good in LABELS:
-        (read,) = formats.converted([("here", {**JUDGED[form], key: label})], "kto")
+        read = converted({**JUDGED[form], key: label}, "kto")
         assert read == {"prompt": [user("Hi?")], "completion": [assistant("Yes.")], "label": good, "tools": None}
     assert formats.form_of("here", {**JUDGED[form], "label": True}, "kto") == form
 
@@ -269,17 +273,16 @@ FLAGS = [
 def test_a_turn_that_is_not_to_be_learned_is_marked(flag):
     out = {"train": False}
     turns = [user("Hi?") | flag, assistant("Yes.", **flag), user("So?"), assistant("No.")]
-    (read,) = formats.converted([("here", {"messages": turns})], "sft")
+    read = converted({"messages": turns})
     assert read["messages"] == [user("Hi?"), assistant("Yes.", **out), user("So?"), assistant("No.")]
     numeric = isinstance(flag.get("loss"), int | float | str) and not isinstance(flag.get("loss"), bool)
-    (read,) = formats.converted([("here", {"messages": SHORT, **flag})], "sft")
+    read = converted({"messages": SHORT, **flag})
     assert read["messages"] == (SHORT if numeric else [user("Hi?"), assistant("Yes.", **out)])
 
 
 @pytest.mark.parametrize("flag", [{"train": True}, {"weight": 1.0}, {"weight": "1"}, {"masked": False}, {"train": ""}])
 def test_a_turn_that_is_to_be_learned_is_not_marked(flag):
-    (read,) = formats.converted([("here", {"messages": [user("Hi?"), assistant("Yes.", **flag)]})], "distill")
-    assert read == chat(SHORT)
+    assert converted({"messages": [user("Hi?"), assistant("Yes.", **flag)]}, "distill") == chat(SHORT)
 
 
 def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
@@ -301,19 +304,18 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
     ):
         for row in ({"prompt": asked, "completion": "b", "context": passage},
                     {"instruction": asked, "output": "b", "input": passage}):  # fmt: skip
-            (read,) = formats.converted([("here", row)], "sft")
-            assert read["messages"][0] == user(whole), row
-    (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
+            assert converted(row)["messages"][0] == user(whole), row
+    read = converted({"prompt": "Why?", "context": "A text."}, "grpo")
     assert read["messages"] == [user("Why?")] and read["fields"] == {"context": "A text."}, "for the reward function"
 
-    (read,) = formats.converted([("here", {"prompt": "Why?", "expected": "So."})], "grpo")
+    read = converted({"prompt": "Why?", "expected": "So."}, "grpo")
     assert scoring.example_of(read)["expected"] == "So.", "the example's own field, where no answer is given"
     answered = {"messages": [user("Why?"), assistant("So.")], "expected": "No."}
     with pytest.raises(UserError, match="has an answer and the field 'expected'"):
         list(formats.converted([("here", answered)], "grpo"))
 
     row = {"prompt": "Why?", "completion": "So.", "history": [["Hi?", "Yes."]]}
-    (read,) = formats.converted([("here", row)], "sft")
+    read = converted(row)
     assert read["given"] == 0 and len(read["messages"]) == 4, "the answers in a history are learned, too"
 
 
@@ -322,22 +324,20 @@ def test_nulls_and_empty_lists_of_a_table_are_not_there():
     tool = {"function": {**TOOL["function"], "strict": None}, "type": "function"}
     turns = [user("Hi?") | {"tool_calls": []}, assistant(None, tool_calls=[call], reasoning_content="")]
     twice = [user("a"), assistant("b", reasoning="c", thinking="c\n")]
-    (read,) = formats.converted([("here", {"messages": twice})], "sft")
+    read = converted({"messages": twice})
     assert read["messages"] == [user("a"), assistant("b", reasoning="c")], "reasoning that is there twice is given once"
-    (read,) = formats.converted([("here", {"messages": turns, "tools": [tool]})], "sft")
+    read = converted({"messages": turns, "tools": [tool]})
     assert read == chat([user("Hi?"), assistant("", tool_calls=[CALL])], [TOOL])
-    (read,) = formats.converted([("here", {"messages": SHORT, "tools": [], "system": SYSTEM["content"]})], "sft")
-    assert read == chat([SYSTEM, *SHORT])
-    (read,) = formats.converted([("here", {"messages": [SYSTEM, *SHORT], "system": SYSTEM["content"]})], "sft")
+    assert converted({"messages": SHORT, "tools": [], "system": SYSTEM["content"]}) == chat([SYSTEM, *SHORT])
+    read = converted({"messages": [SYSTEM, *SHORT], "system": SYSTEM["content"]})
     assert read == chat([SYSTEM, *SHORT]), "a system prompt that is there twice is given once"
     kept = {"name": "add", "arguments": '{"c": null}'}
-    (read,) = formats.converted([("here", {"messages": [user("a"), assistant("", tool_calls=[kept])]})], "sft")
+    read = converted({"messages": [user("a"), assistant("", tool_calls=[kept])]})
     assert read["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"c": None}, "as text it is what it says"
     whole = '{"name": "add", "arguments": {"a": [null], "c": null}}'
     for turn in ({"from": "function_call", "value": whole}, {"from": "gpt", "value": "", "tool_calls": f"[{whole}]"}):
         row = {"conversations": [{"from": "human", "value": "a"}, turn]}
-        (read,) = formats.converted([("here", row)], "sft")
-        assert read["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": [None], "c": None}, turn
+        assert converted(row)["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": [None], "c": None}, turn
 
 
 @pytest.mark.parametrize(
@@ -350,8 +350,7 @@ def test_nulls_and_empty_lists_of_a_table_are_not_there():
     ],
 )
 def test_arguments_of_the_template_are_read(more, options):
-    (read,) = formats.converted([("here", {"messages": SHORT, **more})], "sft")
-    assert read.get("options") == options
+    assert converted({"messages": SHORT, **more}).get("options") == options
 
 
 PROMPTS_OF_PAIRS = {
@@ -369,7 +368,7 @@ def test_pairs_of_llama_factory_are_read(case):
     fields, asked = PROMPTS_OF_PAIRS[case]
     row = {**fields, "chosen": {"from": "gpt", "value": "Yes."}, "rejected": {"from": "gpt", "value": "No."}}
     assert formats.form_of("here", row, "dpo") == "preference"
-    (read,) = formats.converted([("here", row)], "dpo")
+    read = converted(row, "dpo")
     assert [turn["content"] for side in ("prompt", "chosen", "rejected") for turn in read[side]] == [
         asked,
         "Yes.",
@@ -568,7 +567,7 @@ def test_results_are_put_in_the_order_of_their_calls(key):
     second = {"tool_call_id": "c2", "name": "find", "unknown": "c2"}
     first = {"tool_call_id": "c1", "name": "look", "unknown": "c1"}
     given = [tool("2") | {key: second[key]}, tool("1") | {key: first[key]}]
-    (read,) = formats.converted([("here", {"messages": [user("a"), made, *given, assistant("b")]})], "sft")
+    read = converted({"messages": [user("a"), made, *given, assistant("b")]})
     assert [turn["content"] for turn in read["messages"][2:4]] == (["2", "1"] if key == "unknown" else ["1", "2"])
 
 

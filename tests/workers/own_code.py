@@ -23,11 +23,6 @@ def focal(logits, labels, num_items_in_batch):
     return ((1 - torch.exp(-each)) ** 2 * each).sum() / num_items_in_batch
 
 
-def mean_focal(outputs, labels, num_items_in_batch):
-    """Mistake: return the mean of the micro-batch."""
-    return focal(outputs.logits, labels, (labels[:, 1:] != -100).sum())
-
-
 class Recorder(TrainerCallback):
     """Writes the events of its rank, and adds a number to the logs."""
 
