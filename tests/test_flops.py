@@ -23,6 +23,7 @@ SIZES = {
     "intermediate_size": 128,
 }
 LENGTH = 48
+MLA = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 16}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -41,6 +42,26 @@ def test_flops_are_what_torch_counts(tied: bool, adapters: bool):
     expected = work.of(2 * LENGTH, 2 * 2 * LENGTH**2)
     # torch also counts rotary tables; and adapters need no gradient of what goes into the first layer.
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01 if not adapters else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+        ("deepseek_v3", {"num_key_value_heads": 4, "first_k_dense_replace": 3} | MLA),
+    ],
+)
+def test_only_attention_grows_with_the_square_of_the_length(family, changes):
+    config = AutoConfig.for_model(family, **SIZES | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    counted = []
+    for length in (LENGTH, 2 * LENGTH):
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.ones(1, length, dtype=torch.long)).logits.sum().backward()
+        counted.append(counter.get_total_flops())
+    # Eager attention computes the half above the diagonal too.
+    squared = counted[1] - 2 * counted[0]
+    assert squared == pytest.approx(training_flops(model).of(0, 2 * (4 - 2) * LENGTH**2), rel=0.02)
 
 
 def test_a_token_uses_some_of_the_experts():

@@ -61,7 +61,11 @@ def training_flops(model: torch.nn.Module) -> TrainingFlops:
         total += share * (6 if parameter.requires_grad else 4) * size.numel()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
-    return TrainingFlops(total, 6.0 * config.num_hidden_layers * width)
+    if hasattr(config, "qk_head_dim"):  # MLA: `head_dim` is only the rotated part of a query
+        width = heads * (config.qk_head_dim + config.v_head_dim) / 2
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    attending = [kind for kind in kinds if kind == "hybrid" or ("attention" in kind and kind != "linear_attention")]
+    return TrainingFlops(total, 6.0 * len(attending) * width)
 
 
 class Progress(TrainerCallback):
