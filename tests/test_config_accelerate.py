@@ -159,6 +159,7 @@ MISTAKES = [
     (GPUS | {"gpu_ids": "0,1", "num_processes": 4}, "gpu_ids", "the other of 4 processes have none", "write all"),
     (with_deepspeed(zero_stage=2) | {"gpu_ids": "0", "num_processes": 2}, "gpu_ids", "names 1 GPU", "write all"),
     (GPUS | {"main_process_port": 99999}, "main_process_port", "not a port", "up to 65535"),
+    (GPUS | {"main_process_port": "29500"}, "main_process_port", "not a port", "without quotes"),
     (
         with_deepspeed(zero_stage=2, zero3_save_16bit_model=True),
         *("deepspeed_config.zero3_save_16bit_model", "at stage 2", "false"),

@@ -110,8 +110,8 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
             numbers = ",".join(map(str, range(each)))
             yield Hit(("gpu_ids",), gpus, what, f'write all, or write "{numbers}", in quotes')
     port = config.get("main_process_port")
-    if isinstance(port, int) and not 0 <= port < 2**16:
-        yield Hit(("main_process_port",), port, "not a port", "write a number up to 65535")
+    if port is not None and (not isinstance(port, int) or not 0 <= port < 2**16):
+        yield Hit(("main_process_port",), port, "not a port", "write a number up to 65535, without quotes")
     steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
     value = config.get(*steps)
     if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
