@@ -24,7 +24,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Classify
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
-from deepspeed_recipes.training.model import load, probe, shown
+from deepspeed_recipes.training.model import draft, load, probe, shown
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.model_folder import weights
 from tests.launching import LAUNCH
@@ -416,6 +416,14 @@ def test_a_classifier_is_not_trained_to_write(model):
     with pytest.raises(UserError, match=r"was trained to classify \(Qwen3ForSequenceClassification\), not to write"):
         load.load_config(recipe)
     assert load.load_config(replace(recipe, method=Classify())).num_labels == 2
+
+
+@pytest.mark.parametrize("keys", [{"model_type": "lama"}, {"hidden_size": "big"}])
+def test_dimensions_of_a_page_that_transformers_cannot_read_are_refused(keys, model):
+    recipe, config = small(model, Path("unread")), read_json(model / "config.json")
+    wrong = replace(recipe, model=replace(recipe.model, config=config | keys))
+    with pytest.raises(UserError, match=r"transformers .* cannot read the page's model\.config: .*(lama|hidden_size)"):
+        draft.write(wrong, model, load.DTYPES["fp32"])
 
 
 def test_names_that_other_configurations_have_are_no_misspellings():

@@ -4,6 +4,7 @@ A vision-language model's tower and processor are shrunken together with its lan
 """
 
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ WINDOW = 32
 
 def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model."""
-    config, kind = AutoConfig.for_model(**recipe.model.config), AutoModelForCausalLM
+    kind = AutoModelForCausalLM
+    try:
+        config = AutoConfig.for_model(**recipe.model.config)
+    except Exception as error:  # configurations raise exceptions of any type for wrong values
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"transformers {version('transformers')} cannot read the page's model.config: {why}") from error
     reader = tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     if recipe.model.vision:
         tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
