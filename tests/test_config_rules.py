@@ -541,6 +541,12 @@ def test_a_right_parameter_is_not_named(config: dict):
     assert not [item for item in judge(config, PLAIN) if "parameter" in item.rule]
 
 
+@pytest.mark.parametrize(("device", "named"), [("auto", [("warning", 'write "cpu"')]), ("cpu", []), ("none", [])])
+def test_an_offload_device_that_the_trainer_fills_with_none_is_named(device: str, named: list[tuple[str, str]]):
+    found = judge(zero(3, offload_optimizer={"device": device}), HF)
+    assert [(one.severity, one.fix) for one in found if one.rule == "auto-not-filled"] == named
+
+
 @pytest.mark.parametrize(
     ("arguments", "severity"),
     [({}, "warning"), ({"learning_rate": 5e-5}, "error"), ({"learning_rate": 0.5}, None), ({"bf16": True}, "warning")],

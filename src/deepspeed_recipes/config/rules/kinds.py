@@ -132,6 +132,9 @@ def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
             fix = "remove it; it is the default" if own else "write the value"
             edits = (Edit("remove", path),) if own else ()
             yield Hit(path, "auto", f"the Trainer has no value for `{dotted(path)}` and stops", fix, edits)
+        elif path[-1] == "device":
+            what = f"the Trainer writes none, unless accelerate launch has --{path[-2]}_device: nothing is offloaded"
+            yield Hit(path, "auto", what, 'write "cpu"', severity="warning")
 
 
 @rule("text-for-number", "error", FAILS_LATER)
