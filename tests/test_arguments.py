@@ -6,13 +6,20 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.commands.plan import files
+from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.planning.hardware.cluster import cluster
+from deepspeed_recipes.planning.search import strategies
+from deepspeed_recipes.recipe import deepspeed_file, pages
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Dpo
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder
+from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training.arguments import common_arguments
 from deepspeed_recipes.training.methods import preferences, sft
-from tests.small import small
+from tests.small import small, with_zero
 
 CHANGED = {
     "learning_rate": 0.03,
@@ -60,6 +67,23 @@ def test_processes_load_data_with_gpus_only_and_one_reads_a_stream(tmp_path, dat
     recipe = replace(recipe, data=replace(recipe.data, **data))
     common = common_arguments(recipe, RunFolder(tmp_path), deepspeed_file.read(recipe.deepspeed), 2, on_gpu)
     assert common["dataloader_num_workers"] == processes
+
+
+def test_the_buffers_for_weights_on_nvme_hold_the_largest(tmp_path, monkeypatch):
+    """Of 8B's embedding, 1,072 MB in bf16, a rank of two has 263 million numbers; DeepSpeed's buffers hold 100."""
+    page = replace(pages.find("llama3-8b", "full"), deepspeed="zero3_nvme.json")
+    preflight.check_config(replace(page, deepspeed=str(CONFIGS / page.deepspeed)), 2, 2)
+    request = strategies.plan_request(page, cluster("H100", 2, nvme=3000), {"deepspeed"})
+    planned = files.for_engine(request, strategies.search(request).best)
+    assert planned["zero_optimization"]["offload_param"]["buffer_size"] == 128_256 * 2048 * 101 // 100
+    with pytest.raises(UserError, match="a buffer only 200,000,000"):
+        own = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 200_000_000}
+        preflight.check_config(replace(page, deepspeed=with_zero(tmp_path, page.deepspeed, offload_param=own)), 2, 2)
+    monkeypatch.setattr(deepspeed_file, "SWAPPED", 1000)
+    recipe = small(TINY_MODEL, tmp_path / "data.jsonl", "zero3_nvme.json")
+    file = deepspeed_file.read(recipe.deepspeed)
+    config = common_arguments(recipe, RunFolder(tmp_path), file, 2, False)["deepspeed"]
+    assert config["zero_optimization"]["offload_param"]["buffer_size"] == 1152 * 128 * 101 // 100
 
 
 RATES = {"constant": [1, 1, 1], "constant_with_warmup": [0.5, 1, 1], "linear": [0.5, 1, 0.5], "cosine": [0.5, 1, 0.5]}

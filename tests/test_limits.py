@@ -454,6 +454,7 @@ FIXED = {
     '{"gradient_accumulation_steps": 9}': "global_batch_size=72",
     '{"gradient_clipping": 0.3}': "max_grad_norm=0.3",
     '{"bf16": {"enabled": true}}': "precision=bf16",
+    '{"bf16": {"enabled": false}, "fp16": {"enabled": true}}': "precision=fp16",
     '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-06}}}': "learning_rate=1e-06",
     '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.5]}}}': "adam_beta2=0.5",
     '{"optimizer": {"type": "AdamW", "params": {"eps": 0.1}}}': "adam_epsilon=0.1",
@@ -465,7 +466,7 @@ FIXED = {
 def test_a_file_that_contradicts_the_recipe_is_refused_with_the_overrides_that_agree(tmp_path, fixed):
     file, recipe = tmp_path / "mine.json", pages.find("tiny", "full")
     file.write_text(json.dumps(json.loads((CONFIGS / "zero2.json").read_text()) | json.loads(fixed)))
-    recipe = replace(recipe, deepspeed=str(file))
+    recipe = replace(recipe, deepspeed=str(file), precision="bf16" if "fp16" in fixed else "fp32")
     with pytest.raises(UserError, match="the recipe has") as refused:
         preflight.check_config(recipe, 2, 2)
     _, said = str(refused.value).splitlines()

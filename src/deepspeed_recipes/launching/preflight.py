@@ -99,6 +99,8 @@ def findings_of(
     )
     # `arguments.deepspeed_config` removes these keys of the file for the layout.
     removed = {"train_batch_size"} if recipe.layout.tensor > 1 or recipe.layout.pipeline > 1 else set()
+    # `arguments` sets it where the file leaves it out.
+    removed |= {one.key for one in findings if one.rule == "swap-buffer-too-small" and one.value is None}
     if recipe.layout.expert > 1:
         removed |= {one.key for one in findings if one.key.startswith("optimizer.")}
     return _in_keys([one for one in findings if one.key not in removed], recipe, ranks or 1)
@@ -110,7 +112,7 @@ def _in_keys(findings: Sequence[lint.Finding], recipe: Recipe, ranks: int) -> li
     if not differing:
         return list(findings)
     changes: dict[str, object] = {}
-    for finding in differing:
+    for finding in sorted(differing, key=lambda one: one.value is not True):  # fp16=true, not bf16=false
         first, _, last = finding.key.rpartition(".")
         value: Any = finding.value
         if last == "gradient_accumulation_steps":  # known, or it would be no error

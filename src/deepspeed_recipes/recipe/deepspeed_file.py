@@ -20,6 +20,8 @@ KEPT_WEIGHTS = 1_000_000_000
 """The value of `DeepSpeedFile.kept_weights` with DeepSpeed's defaults."""
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
 """The key of `DeepSpeedFile.gathers_weights`; its old name has `fp16` in place of `16bit`."""
+SWAPPED = 100_000_000
+"""DeepSpeed's default `offload_param.buffer_size`."""
 PREFETCHED = 50_000_000
 """DeepSpeed's default `stage3_prefetch_bucket_size`: 100 MB in bf16, large enough that latency no longer matters."""
 
@@ -124,6 +126,17 @@ def fill_prefetch(content: Json, hidden: int, layer: int) -> None:
     zero = content.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage3_prefetch_bucket_size") == "auto":
         zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, layer)
+
+
+def fill_swap_buffer(content: Json, shard: int) -> None:
+    """Set the size of the buffers through which weights are read from NVMe, unless the configuration has one.
+
+    DeepSpeed reads a rank's part of a weight into one buffer, of 100 million elements by default, and fails if that is
+    too small; `shard` is the largest part.
+    """
+    offload = _block(_block(content, "zero_optimization"), "offload_param")
+    if isinstance(offload, dict) and offload.get("device") == "nvme" and shard > SWAPPED:
+        offload.setdefault("buffer_size", shard + shard // 100)
 
 
 def with_zero(file: DeepSpeedFile, **changes: object) -> DeepSpeedFile:

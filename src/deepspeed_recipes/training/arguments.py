@@ -7,14 +7,14 @@ from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..recipe import limits
-from ..recipe.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
+from ..recipe.deepspeed_file import DeepSpeedFile, fill_prefetch, fill_swap_buffer, with_zero
 from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
 from . import activation_checkpointing
 from .checkpoint import universal
-from .parallel import expert
+from .parallel import expert, stages
 
 
 def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool) -> Json:
@@ -24,6 +24,9 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
     checkpoints are saved is set when the data is loaded, and with it the length of an epoch is known.
     """
     config = deepspeed_config(recipe, file)
+    if file.offload_parameters == "nvme":
+        largest = max(weight.numel() for weight in stages.without_weights(recipe).parameters())
+        fill_swap_buffer(config, largest // world_size)
     if universal.is_needed(recipe.layout, run, world_size):
         config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
     workers = recipe.data.workers if recipe.data.workers is not None else 2 * (on_gpu and not recipe.data.streaming)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from ...config.resolve import Numbers, dumps, resolve
 from ...planning import table
+from ...planning.cost.states import stage_shards
 from ...planning.search.plans import Plan, PlanRequest
 from ...planning.search.reasons import why
 from ...planning.search.strategies import template
 from ...recipe import files
-from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
+from ...recipe.deepspeed_file import fill_prefetch, fill_swap_buffer, parse, with_zero
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.project import CONFIGS, TYPED
@@ -81,6 +82,8 @@ def for_engine(request: PlanRequest, plan: Plan) -> Json:
     layer = max(kind.parameters for kind in request.profile.layer_kinds)
     content = copy.deepcopy(dict(template(recipe.deepspeed, plan.cluster).content))
     fill_prefetch(content, request.profile.hidden_size, layer)
+    shards = stage_shards(request.profile, setup)
+    fill_swap_buffer(content, int(max(one.largest_module for one in shards) // setup.zero_ranks))
     config = resolve(content, numbers)
     for block, key, size in (
         ("tensor_parallel", "autotp_size", setup.layout.tensor),

@@ -64,7 +64,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
         held = states.of_stage(shard, setup, "backward").host
         one_group = 16.0 * setup.sub_group_size  # in memory with its gradients, if the states are on NVMe
         own = {"none": 0.0, "cpu": held, "nvme": min(one_group, held)}[setup.offload_optimizer]
-        buffer = float(width * COUNTS.swap_buffer)
+        buffer = width * max(COUNTS.swap_buffer, 5 * shard.largest_module / setup.zero_ranks)
         on_host.append(own + {"none": 0.0, "cpu": parameters, "nvme": buffer}[setup.offload_parameters])
         # Fp32 weights and Adam's moments.
         swapped = 12 * shard.trained(setup) / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0

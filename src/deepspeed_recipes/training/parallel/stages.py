@@ -12,7 +12,7 @@ from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing
-from ..model import load, probe, stored, transforms
+from ..model import heads, load, probe, stored, transforms
 from ..model_folder import base_model
 
 
@@ -54,7 +54,7 @@ def staged_difference(whole: PreTrainedModel) -> float:
 def without_weights(recipe: Recipe) -> PreTrainedModel:
     """Return the whole model on the meta device, without adapters."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        return heads.CLASSES[heads.trained_by(recipe)].from_config(
             load.load_config(recipe),
             dtype=load.DTYPES[recipe.precision],
             trust_remote_code=recipe.model.trust_remote_code,
