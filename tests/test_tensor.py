@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.compatibility import TENSOR_PARALLEL_TYPES
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
@@ -110,6 +111,14 @@ def test_a_file_that_splits_a_model_needs_the_layout_too(field):
     ):
         recipe = small("", "", layout=Layout(**{field: size}))
         assert limits.check_blocks(recipe, file) == expected
+
+
+@pytest.mark.parametrize(("name", "field"), [("pipeline", "pipeline"), ("sequence_parallel", "sequence")])
+def test_a_file_of_configs_that_splits_nothing_without_its_layout_is_named(name, field):
+    file = deepspeed_file.read(CONFIGS / f"{name}.json")
+    said = f"deepspeed={name}.json alone splits nothing, and is ZeRO-{file.stage}; add layout.{field}=2."
+    assert limits.check_blocks(small("", ""), file) == [said]
+    assert not limits.check_blocks(small("", "", layout=Layout(**{field: 2})), file)
 
 
 def test_the_layout_decides_on_how_many_ranks_a_file_splits():

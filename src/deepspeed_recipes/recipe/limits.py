@@ -43,7 +43,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
 def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> list[str]:
     """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs.
 
-    Return a line for each size in the file that the layout overrides.
+    Return a line for each size in the file that the layout overrides, and for a layout that only its name promises.
     """
     if recipe.layout.expert > 1 and not file.has_expert_block:
         raise UserError(
@@ -74,6 +74,9 @@ def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> list[str]:
             f"deepspeed={file.name}: tensor_parallel.{key} is for DeepSpeed's AutoTP, and a run splits layers by the "
             "model's own plan; remove it."
         )
+    field = {"pipeline.json": "pipeline", "sequence_parallel.json": "sequence"}.get(file.name, "")
+    if field and getattr(recipe.layout, field) == 1:
+        lines.append(f"deepspeed={file.name} alone splits nothing, and is ZeRO-{file.stage}; add layout.{field}=2.")
     return lines
 
 
