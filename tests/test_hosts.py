@@ -206,7 +206,7 @@ DIFFERENCES = {
     "code": ("2", "git pull"),
     "versions": ({"python": "3.11.2", "torch": "2.12.0", "deepspeed": "0.19.8"}, "torch 2.12.0, but n1 has 2.13.0"),
     "ops": ([], "cpu_adam not built"),
-    "gpus": (["H200"] * 4, "4 GPUs, but the hostfile says slots=8"),
+    "gpus": (["H200"] * 4, "4 GPUs, but slots=8 in the hostfile"),
     "clock": (7.0, "off by 7 s"),
     "interface": ("", "no route to n1"),
     "shared": (False, "is a different folder there"),

@@ -358,7 +358,7 @@ def test_a_node_does_not_resume_the_run_of_another_recipe(tmp_path):
     write_json(run.recipe, to_dict(pages.find("tiny", "full")))
     write_json(run.summary, {"stopped": False})
     words = [str(run.path), "--recipe", str(recipe), "--nodes", "1", "--gpus", "1", "--master-addr", "x"]
-    for changes, said in (((), None), (("seed=7",), "has a run with other settings, and the job asks for seed=7;")):
+    for changes, said in (((), None), (("seed=7",), "has a run with other settings; the job's are seed=7;")):
         write_json(recipe, to_dict(overrides.apply(pages.find("tiny", "full"), changes)))
         with pytest.raises(UserError, match=said) if said else nullcontext():
             assert node.main([*words, "--master-port", "1"]) == 0

@@ -252,7 +252,7 @@ MISTAKES = {
         ["tiny", "lora", "lora.target_modules=[q_proj, 'v_proj']"],
         "write the values alone, separated by commas: lora.target_modules=q_proj,v_proj",
     ),
-    "a dash of a web page": (["tiny", "full", "\u2013dry-run"], "a dash that is no hyphen; write --dry-run."),
+    "a dash of a web page": (["tiny", "full", "\u2013dry-run"], "a dash that is not a hyphen; write --dry-run."),
     "a home folder": (["tiny", "full", "data.path=~/b.jsonl,a.jsonl"], str(Path.home() / "b.jsonl")),
     "negative": (["tiny", "full", "learning_rate=-1"], "above 0"),
     "batch": (["tiny", "full", "micro_batch_size=3", "global_batch_size=8"], "multiple"),

@@ -518,7 +518,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "cheap"): "--price cheap: not a price",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "-3"): "--price -3: not a price",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "0"): "--price 0: not a price",
-    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "p5.48=3"): "there is no instance p5.48; did you mean p5.4",
+    ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "p5.48=3"): "unknown instance p5.48; did you mean p5.4",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--deadline", "8"): "--deadline 8: must be a time above 0 with its unit",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--deadline", "soon"): "--deadline soon: must be a time",
     ("llama3-8b", *EIGHT, "--deadline", "8h"): "--deadline needs an amount of training: add --tokens",

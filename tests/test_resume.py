@@ -418,11 +418,11 @@ def test_a_longer_run_goes_on(asked, capsys, words, changes):
 @pytest.mark.parametrize(
     ("words", "changes", "message"),
     [
-        ([], {"max_steps": 10}, "has finished its 10 steps; max_steps=20 goes on"),
-        (["max_steps=10"], {"max_steps": 10}, "has finished its 10 steps; max_steps=20 goes on"),
+        ([], {"max_steps": 10}, "has finished its 10 steps; add max_steps=20."),
+        (["max_steps=10"], {"max_steps": 10}, "has finished its 10 steps; add max_steps=20."),
         (["max_steps=5"], {"max_steps": 10}, "has finished its 10 steps"),
-        ([], {"max_steps": None, "epochs": 2.0}, "has finished its 10 steps; epochs=3 goes on"),
-        (["epochs=1"], {"max_steps": None, "epochs": 2.0}, "has finished its 10 steps; epochs=3 goes on"),
+        ([], {"max_steps": None, "epochs": 2.0}, "has finished its 10 steps; add epochs=3."),
+        (["epochs=1"], {"max_steps": None, "epochs": 2.0}, "has finished its 10 steps; add epochs=3."),
         (["epochs=3"], {"max_steps": 10}, "epochs=3: ignored, since the run has max_steps=10; .* max_steps=none"),
         (["max_steps=80"], {"max_steps": 40, "early_stopping": 2}, "stopped early .*early_stopping=4 or .*=none"),
     ],

@@ -471,7 +471,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
     for name in ("extra.jsonl", "train/more.csv", "README.md"):
         (saved / name).write_text("{}\n")
-    said = f"{saved}: not read beside what save_to_disk has written: extra.jsonl, train/more.csv"
+    said = f"{saved}: a data set of save_to_disk; other files in it are not read: extra.jsonl, train/more.csv"
     assert sources.unread_files(source, measured) == [f"warning: {said}"]
     (alone,) = sources.read(f"{saved}/train", small(tmp_path, saved / "train"))
     assert "written: more.csv" in sources.unread_files(alone, replace(data, path=f"{saved}/train"))[0]

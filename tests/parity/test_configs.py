@@ -251,7 +251,7 @@ def test_an_update_that_overflows_is_left_out_with_its_step_of_the_schedule(star
 REFUSED_IN_FP16 = {
     "zero0": "precision=fp16 with deepspeed=zero0.json: without ZeRO, DeepSpeed divides .*; use deepspeed=zero1.json",
     "bf16_states": "precision=fp16 with deepspeed=bf16_states.json: bf16_master_weights_and_grads is for bf16",
-    "zenflow": "precision=fp16 with deepspeed=zenflow.json: ZenFlow goes on updating",
+    "zenflow": "precision=fp16 with deepspeed=zenflow.json: ZenFlow keeps updating",
 }
 
 

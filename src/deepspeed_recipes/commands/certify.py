@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.model).resolve()
         folder = folder if (gguf := any(folder.glob("*.gguf"))) else served.model_folder(folder)
         if not found.record(folder, "llama.cpp" if gguf else options.server.replace("none", "transformers")):
-            raise UserError(f"--card: {folder} has no training/, and so no model card of this project.")
+            raise UserError(f"--card: {folder} has no training/, so it has no model card of this project.")
     if options.json:
         said = {name: getattr(found, name) for name in ("agrees", "difference", "bound", "like_base", "causes")}
         print(json.dumps(said | {"texts": [vars(result) for result in found.results]}, indent=2))

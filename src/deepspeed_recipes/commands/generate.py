@@ -6,11 +6,11 @@
     ds-recipes generate runs/tiny_vision-500k-full/20261126-120000 --image photo.jpg "What is in the image?"
     ds-recipes generate --server http://localhost:8000 --temperature 0.7
 
-MODEL_DIR has a whole model, or an adapter, which names its base model. Of a run it is the export or, without one, the
-newest checkpoint. Without a question a chat starts: answers are printed as they are generated, /reset starts again, and
-/exit or Ctrl-D ends the chat. Decoding is greedy, so that the same question always gets the same answer, unless
---temperature is above 0. --image, several times for several images, puts images before the question. Any server with
-OpenAI's protocol works.
+MODEL_DIR has a whole model, or an adapter that names its base model; a run's folder means its export or, without one,
+its newest checkpoint. Without a question a chat starts: answers are printed as they are generated, /reset starts
+again, and /exit or Ctrl-D ends the chat. Decoding is greedy unless --temperature is above 0, so the same question
+always gets the same answer. --image, several times for several images, puts images before the question. Any server
+with OpenAI's protocol works.
 """
 
 import argparse

@@ -92,7 +92,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     try:
         for word in given:
             if dashed := re.fullmatch("[\u2010-\u2015\u2212]+([\\w-]+)(=.*)?", word):
-                raise UserError(f"{word}: begins with a dash that is no hyphen; write --{dashed[1]}.")
+                raise UserError(f"{word}: begins with a dash that is not a hyphen; write --{dashed[1]}.")
         for part in re.split("[=,\0]", "\0".join(given)):
             if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
                 check_ends(part)

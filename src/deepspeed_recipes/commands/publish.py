@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = RunFolder(options.folder)
     folder = run.export if run.recipe.exists() else options.folder
     if folder.exists() and folder == run.export:
-        model_of(run)  # says whether it is older than the run
+        model_of(run)  # prints a warning if it is older than the run
     push.check_name(options.name)
     files = push.files(folder)
     print(push.show(folder, options.name, files, options.private), flush=True)
     if not any(file.name == push.CARD for file in files):
-        print("there is no model card: ds-recipes export writes a README.md for a run's model")
+        print("the folder has no model card; ds-recipes export writes one, README.md, for a run's model")
     if options.dry_run:
         print("nothing was uploaded (--dry-run)")
         return 0

@@ -30,7 +30,7 @@ class Result:
     difference: float
     """Mean absolute difference of the log-probabilities of its answer's tokens, in nats."""
     likeliest: int
-    """Number of places at which the likeliest token is another one."""
+    """Number of places at which the likeliest token differs."""
     places: int
 
 
@@ -55,7 +55,7 @@ class Certificate:
 
     @property
     def agrees(self) -> bool:
-        """Whether the model is the trained one."""
+        """True if the model is the one that was trained."""
         return not self.difference > self.bound and not self.like_base and not self.causes
 
     @property
@@ -94,7 +94,7 @@ def read(folder: Path) -> Json:
     if not (folder / base_model.EXPECTED).exists():
         raise UserError(
             f"{folder}: has no {base_model.EXPECTED}: an older version exported it, it scores instead of writing, or "
-            "it is no export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
+            "is not an export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
         )
     found: Json = read_json(folder / base_model.EXPECTED)
     if found.get("version") != expected.VERSION or not found.get("texts"):
@@ -198,12 +198,12 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
             if old.get(name) != new.get(name) and (name in old or name not in expected.ADDED):
                 yield f"{title}: {name} is {new.get(name)}, and was {old.get(name)}"
     if len(wanted["base"] or "") == len(now["base"] or "") and wanted["base"] != now["base"]:  # see export.load_base
-        yield "the adapter's base model is another one"
+        yield "the adapter's base model differs"
     ends = [one if isinstance(one, list) else [one] for one in (wanted["end_tokens"], now["end_tokens"])]
     if set(ends[0]) != set(ends[1]):
         yield f"generation_config.json: eos_token_id is {now['end_tokens']}, and was {wanted['end_tokens']}"
     if other := wanted["chat_template"] != now["chat_template"]:
-        yield "chat_template.jinja is another one"
+        yield "chat_template.jinja differs"
     if not any(folder.glob("tokenizer*")):  # GGUF files have their own
         return
     from ..training import export

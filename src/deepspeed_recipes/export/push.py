@@ -39,7 +39,7 @@ _CONFIGURATION = {
     "video_preprocessor_config.json",
 }
 _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"}
-"""Files with so many words that one may look like a credential."""
+"""Files with so many words that some may look like credentials."""
 _TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja", "Modelfile"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
 _KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *complete.FILES}

@@ -109,7 +109,7 @@ def check_recipe(run: RunFolder, recipe: Path | None) -> None:
         differences = overrides.differences(run_folder.read_recipe(run), from_dict(run_folder.read_json(recipe)))
         if differences:
             raise UserError(
-                f"{run.path}: has a run with other settings, and the job asks for {' '.join(differences)};\nremove "
+                f"{run.path}: has a run with other settings; the job's are {' '.join(differences)};\nremove "
                 "that folder, or prepare the job with another --output-dir, whose name the folder has."
             )
 

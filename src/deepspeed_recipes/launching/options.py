@@ -38,7 +38,7 @@ class LaunchOptions:
     output_dir: Path | None = None
     resume: bool = False
     max_restarts: int | None = None
-    """None: the default of the place where the run starts."""
+    """If None, the default of the place where the run starts."""
     profile: str | None = None
     nsys: bool = False
     draft: bool = False

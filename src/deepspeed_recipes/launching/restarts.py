@@ -155,7 +155,7 @@ def told(run: RunFolder, outcome: Outcome) -> int:
     """Send the run's end to the trackers, unless a rank has sent it, and return the exit status.
 
     A signal ends a run with a checkpoint and without an error, but what follows it in a shell (`launch ... && export`)
-    must not go on: the status is then 130 after Ctrl-C and 143 after SIGTERM, also if only a rank got the signal.
+    must not continue: the status is then 130 after Ctrl-C and 143 after SIGTERM, also if only a rank got the signal.
     """
     if outcome.status:
         writer.failed(run, outcome.cause, outcome.status)

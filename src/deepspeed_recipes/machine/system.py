@@ -41,7 +41,7 @@ def output(*command: str, timeout: float = 20) -> str | None:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return what this machine's processor can do, in Linux's words; empty if that is unknown."""
+    """Return the features of this machine's processor, by Linux's names; empty if they are unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

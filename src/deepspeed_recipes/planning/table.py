@@ -163,7 +163,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             "machine narrows it."
         )
     if plan.setup.offload_optimizer != "none" and cluster.host_memory_gib == DESKTOP_HOST:
-        yield f"{DESKTOP_HOST:.0f} GiB of host memory, a desktop's, are assumed unless --host-memory says otherwise."
+        yield f"{DESKTOP_HOST:.0f} GiB of host memory are assumed, as in a desktop; --host-memory sets another size."
     if plan.setup.offload_optimizer != "none" and not cluster.host_memory_gib:
         need = f"{plan.memory.host_gib:,.0f} GiB of host memory per node"
         yield f"This plan needs {need}, which was not checked: give --host-memory."

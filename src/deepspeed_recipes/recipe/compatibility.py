@@ -2,7 +2,7 @@
 
 The rows are in compatibility.toml, and no other module refuses a combination. `Recipe` refuses what a recipe alone
 settles, `limits` what its model, its DeepSpeed file or the number of ranks settles, and the ranks raise `refusal` for
-what only a look at the model settles. The planner drops candidates by the same rows, `ds-recipes launch --help KEY`
+what depends on the model itself. The planner drops candidates by the same rows, `ds-recipes launch --help KEY`
 prints them, and a part of configs/README.md is generated from them.
 """
 
@@ -25,7 +25,7 @@ from .files import JsonView, text_of
 from .methods import METHODS
 
 Moment = Literal["recipe", "model", "run", "unread"]
-"""What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks. The rows
+"""A row depends on the recipe alone, on its model's dimensions, or on its DeepSpeed file, layout and ranks. The rows
 of `unread` refuse nothing: the launcher names settings of the command line that another leaves without effect."""
 
 
@@ -64,7 +64,7 @@ class Row(NamedTuple):
     name in `COMPUTED`."""
     reason: str
     remedy: str = ""
-    """What to do instead, as a clause; empty for layouts, for which `limits` searches the nearest that runs."""
+    """The fix, as a clause; empty for layouts, since `limits` finds the nearest one that runs."""
 
 
 # ---- Architectures ---------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _adapters_at_the_ends(case: Case, _: str) -> Values | None:
 
 
 Conflict = Values | bool | None
-"""The values that a reason names, True without any, or what is false if there is no conflict."""
+"""The values that a reason names, True if it names none, or something false without a conflict."""
 COMPUTED: Mapping[str, Callable[[Case, str], Conflict]] = {
     "always()": lambda case, _: True,
     "too_long()": lambda case, _: (
@@ -221,7 +221,7 @@ that are not read."""
 LAYOUT = frozenset(block["setting"] for block in _TEXTS["layout"])
 """The settings of the rows that another layout may answer."""
 PROBED: Mapping[str, str] = _TEXTS["probed"]
-"""What only the model itself, a checkpoint or the installed DeepSpeed settles."""
+"""Conditions on the model itself, a checkpoint or the installed DeepSpeed."""
 
 
 # ---- Reading the table -----------------------------------------------------------------------------------------------

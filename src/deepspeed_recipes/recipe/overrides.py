@@ -94,9 +94,9 @@ def comma_keys(kind: type = Recipe, prefix: str = "") -> set[str]:
 
 
 def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) -> Recipe:
-    """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins, which is said.
+    """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins, with a warning.
 
-    They are applied at once, so their order never makes a valid set invalid. Of a `resumed` run's recipe, other data
+    They are applied at once, so their order never makes a valid set invalid. In a `resumed` run's recipe, other data
     changes no other setting.
     """
     keys, values = override_keys(), to_dict(recipe)
@@ -179,7 +179,7 @@ def _follow(recipe: Recipe, values: Json, given: Collection[str], resumed: bool)
 
 
 def word(text: str) -> str:
-    """Return a word of the command line, with our key for another tool's that takes the same values; says so."""
+    """Return a word of the command line, with our key for another tool's that takes the same values; print a line."""
     key, equals, value = text.partition("=")
     ours = setting_of(key, value)
     if FOREIGN_NAMES.get(key, key) == "optimizer" and value in OUR_OPTIMIZERS and not value.startswith("paged_"):
@@ -218,7 +218,7 @@ def say_once(text: str) -> None:
 
 
 def is_redundant(text: str, words: Iterable[str] = ()) -> bool:
-    """Return whether one of the `words` of a command is a setting of another tool that adds nothing; says so."""
+    """Return whether one of the `words` of a command is a setting of another tool that adds nothing; print a line."""
     key, equals, value = text.partition("=")
     why = OTHER_TOOLS["redundant"].get(text.lower())
     if key in OTHER_TOOLS["of_the_variant"]["keys"].split():
@@ -232,7 +232,7 @@ def is_redundant(text: str, words: Iterable[str] = ()) -> bool:
         if value.lower() in ("false", "none") and any(
             listed(key, OTHER_TOOLS[tool].get("yours", {})) for tool in TOOLS
         ):
-            why = "it asks for nothing"
+            why = "it leaves an option off"
     if why:
         print(f"{text} is left out: {why}", file=sys.stderr)
     return bool(why)
@@ -361,13 +361,13 @@ def unknown(key: str, known: list[str], method: str = "") -> str:
 
 
 def answer(name: str) -> str | None:
-    """Return what to do instead of setting another tool's key that has no equivalent."""
+    """Return the advice for a key of another tool that has no equivalent."""
     tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "on", "yours", "missing"))
     return next(filter(None, (listed(name, table) for table in (OTHER_TOOLS["words"], *tables))), None)
 
 
 def listed(name: str, table: Mapping[str, str]) -> str | None:
-    """Return what a table says of a key; a key of the table that ends with * stands for all that begin so."""
+    """Return a table's entry for a key; a key of the table that ends with * is a prefix."""
     return next(
         (why for key, why in table.items() if name == key or (key[-1] == "*" and name.startswith(key[:-1]))), None
     )

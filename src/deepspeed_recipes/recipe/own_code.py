@@ -21,7 +21,7 @@ WRITTEN = {
     "data.transform": "def {}(example)",
     "callbacks": "class {}(TrainerCallback)",
 }
-"""How the code of each key is written; `{}` stands for its name."""
+"""The form of the code of each key; `{}` is its name."""
 MEANT = {
     "reward": "two arguments, the answer's text and the fields of its example",
     "loss": "three arguments, the model's output, the labels and the number of labelled tokens of the step",

@@ -53,7 +53,7 @@ def page(family: str) -> ModuleType:
 
 
 def _load(path: Path, family: str) -> ModuleType:
-    """Load and check a page; a module beside a page outside the project may be imported there."""
+    """Load and check a page; a page outside the project may import the modules next to it."""
     if path.parent != PAGES and str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: a file next to it must not hide an installed package
     # Not in sys.modules: pages of two folders may have the same name.

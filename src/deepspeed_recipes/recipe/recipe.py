@@ -25,7 +25,7 @@ ATTENTION = (
     *("auto", "eager", "sdpa", "varlen", "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
-"""The values of `model.attention` that are no kernel of the Hub."""
+"""The values of `model.attention` that are not kernels from the Hub."""
 Checkpointing = bool | Literal["selective", "feed_forward"]
 PerEpoch = Literal["epoch", "epoch/2", "epoch/3", "epoch/4", "epoch/5", "epoch/10", "epoch/20"]
 """Once per epoch, or so many times: `updates.in_steps` turns it into a number of steps when the data is known."""
@@ -398,7 +398,7 @@ class Recipe:
     keep_best: bool = False
     """Export the weights of the best evaluation instead of the last step's, by the same metric and, between equal
     values, by the same loss, margin or reward as `early_stopping`. An evaluation that is the best so far writes a
-    checkpoint, which stays on disk beside `keep_checkpoints` others."""
+    checkpoint, which stays on disk in addition to `keep_checkpoints` others."""
     save_steps: Annotated[int | PerEpoch, Bounds(least=0)] = 500
     """Number of steps between checkpoints; `epoch` writes one after every epoch, `epoch/2` two per epoch. 0 writes only
     the final export."""

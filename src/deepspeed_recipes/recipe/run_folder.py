@@ -229,7 +229,7 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 def _latest_start(run: RunFolder) -> datetime:
     """Return when a run's ranks last started, as recorded, or without a record when its recipe was written.
 
-    A folder's name says nothing about that: the user may have chosen it, and `-10` follows `-9`.
+    A folder's name does not tell: the user may have chosen it, and `-10` follows `-9`.
     """
     with contextlib.suppress(UserError, AttributeError, KeyError, TypeError, ValueError):
         return datetime.fromisoformat(read_json(run.environment)["started"]).astimezone()
@@ -256,11 +256,11 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
     if ended and recipe.early_stopping == before.early_stopping:
         raise UserError(
             f"nothing to resume: the run in {run.path} stopped early {ended}; early_stopping="
-            f"{2 * (before.early_stopping or 1)} or early_stopping=none goes on."
+            f"{2 * (before.early_stopping or 1)} or early_stopping=none continues it."
         )
     if not longer and not ended:
         more = f"max_steps={2 * trained}" if before.max_steps else f"epochs={before.epochs + 1:g}"
-        raise UserError(f"nothing to resume: the run in {run.path} has finished its {trained} steps; {more} goes on.")
+        raise UserError(f"nothing to resume: the run in {run.path} has finished its {trained} steps; add {more}.")
 
 
 def is_finished(run: RunFolder) -> bool:

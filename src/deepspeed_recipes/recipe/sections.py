@@ -29,8 +29,8 @@ class Lora:
     """PEFT's `target_parameters`, separated by commas: 3-D weights outside linear layers, such as the fused experts of
     an MoE model (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     modules_to_save: Annotated[str | None, Several()] = None
-    """PEFT's `modules_to_save`, separated by commas: modules that are trained whole beside the adapters, and are in
-    their export, such as `embed_tokens,lm_head` for new words. Where both share one weight, they still do."""
+    """PEFT's `modules_to_save`, separated by commas: modules that are trained whole together with the adapters, and
+    exported with them, such as `embed_tokens,lm_head` for new words. Where both share one weight, they still do."""
     dora: bool = False
     """Also train each weight's magnitude (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, better at low ranks."""
     rslora: bool = False
@@ -70,7 +70,7 @@ OUR_OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 """TrainingArguments' `optim` -> the optimizer that takes the same steps."""
 PAGED = "the moments stay on the GPU; a config that offloads the optimizer keeps them in host memory"
-"""What becomes of the pages of `paged_adamw_32bit` and `paged_adamw_8bit`."""
+"""The effect of `paged_adamw_32bit` and `paged_adamw_8bit` here."""
 
 
 def why_impossible(name: str) -> str | None:

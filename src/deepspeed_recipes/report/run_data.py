@@ -61,7 +61,7 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """Whether the run has `finished`, was `stopped` early, or has `not finished`."""
+        """The run has `finished`, was `stopped` early, or has `not finished`."""
         return "stopped" if self.summary.get("stopped") else "finished" if self.summary else "not finished"
 
 

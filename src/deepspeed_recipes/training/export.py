@@ -49,7 +49,7 @@ OF_DOWNLOADS = {".git", ".gitattributes", ".gitignore", ".cache", ".DS_Store", "
 OF_A_RUN = re.compile(
     rf"(global_step\d|checkpoint-\d|training/|trainer_state\.json$|{COMPLETE}$|latest$|zero_to_fp32\.py$)"
 )
-"""What a checkpoint's or an export's folder holds in addition to a model; `complete.of_copy` copies the record."""
+"""Contents of a checkpoint's or an export's folder in addition to a model; `complete.of_copy` copies the record."""
 WEIGHTS_SHARE = 0.8
 """Share of the free memory, a GPU's or the host's, that weights may take; the rest is for activations and the cache of
 answers."""
@@ -390,7 +390,7 @@ def load_merged(folder: Path) -> PreTrainedModel:
     tied = [one.tie_word_embeddings for one in configs]
     _part_tied(base)
     model = adapted.merge_and_unload()
-    for one, was_tied in zip(configs, tied, strict=True):  # PEFT says that they are tied no longer
+    for one, was_tied in zip(configs, tied, strict=True):  # PEFT unties them
         one.tie_word_embeddings = was_tied
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if any(tied) and output is not None and embedding.weight is not output.weight:
@@ -412,11 +412,11 @@ def load_merged(folder: Path) -> PreTrainedModel:
 
 
 def _check_mergeable(adapted: PeftModel, folder: Path) -> None:
-    """Refuse adapters that are no change of the base model's weights, or not always the same change."""
+    """Refuse adapters that do not change the base model's weights, or not always in the same way."""
     config = adapted.active_peft_config
     kind = str(getattr(config, "init_lora_weights", ""))
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
-        why = "it acts on some tokens only, and is no change of the weights; serve it as an adapter"
+        why = "it acts on some tokens only, and weights act on all; serve it as an adapter"
     elif getattr(config, "layer_replication", None):
         why = "layer_replication gives layers of the base model several changes; serve it as an adapter"
     elif getattr(config, "lora_bias", False) and any(

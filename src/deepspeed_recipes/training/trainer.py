@@ -68,7 +68,7 @@ class RunContext:
     run: RunFolder
     file: DeepSpeedFile
     parallel: Holding
-    """How the ranks hold the model."""
+    """The ranks' way of holding the model."""
     checkpoint: Path | None
     """The checkpoint to resume from, or None for a new run."""
     trackers: Trackers
@@ -87,7 +87,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a method makes its trainer from, in addition to the run's context."""
+    """The parts from which a method makes its trainer, in addition to the run's context."""
 
     model: PreTrainedModel
     arguments: TrainingArguments
@@ -134,7 +134,7 @@ class RunHooks(Hooked):
         self.asked: list[Json] = []
         """The recipe's update settings of each parameter group."""
         self.filler = False
-        """Whether the micro-batch has no effect (`collate.EvenBatches`)."""
+        """True if the micro-batch has no effect (`collate.EvenBatches`)."""
         if context.recipe.callbacks:  # before the run's own, which read what they add to a log
             options["callbacks"] = own_code.callbacks(context.recipe, context.run, context.metrics.also)
         if context.recipe.loss:
@@ -287,7 +287,7 @@ class RunHooks(Hooked):
         super()._run_epoch(**options)
 
     def create_model_card(self, *arguments: object, **options: object) -> None:
-        """Write none: the export has a card of its own, and TRL's asks W&B for an address that offline runs lack."""
+        """Write none: the export has its own card, and TRL's needs a W&B address, which offline runs lack."""
 
     # In a step
 

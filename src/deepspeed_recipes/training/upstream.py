@@ -543,7 +543,7 @@ def reading_rows(model: PreTrainedModel) -> Iterator[None]:
     """Let PEFT read the rows that it trains under ZeRO-3.
 
     PEFT 0.21.2 does it on a GPU only (`_collect_token_weights`); `test_peft_copies_an_embedding_to_train_a_row` fails
-    once it asks for none.
+    once it needs none.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # none, or an nn.Identity, in a stage
     weights = [weight for one in ends if (weight := getattr(one, "weight", None)) is not None]

@@ -174,7 +174,7 @@ def started(command: list[str], environment: dict[str, str], result: Path) -> Js
 
 
 def _written(result: Path, status: int, log: str) -> Json:
-    """Return what the ranks wrote; raises a UserError with the last error in their log if one of them failed."""
+    """Return the ranks' measurements; raise a UserError with the last error in their log if one failed."""
     if status or not result.exists():
         lines = [line for line in log.splitlines() if line.strip()]
         said = [line for line in lines if "Error" in line] or lines or ["without a message"]

@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         dest="source",
         type=Path,
         metavar="FILE",
-        help="print the command that does what a training file of LLaMA-Factory, Axolotl or TRL asks for",
+        help="translate a training file of LLaMA-Factory, Axolotl or TRL, and print the command",
     )
     parser.add_argument(
         "--write", type=Path, metavar="PAGE.py", help="with --from: keep the translation as a page of your own"

@@ -40,7 +40,7 @@ DRAFT_LENGTH, DRAFT_BATCH = 512, 2
 
 @dataclass(frozen=True)
 class Request:
-    """The recipe that the command line asks for."""
+    """The recipe of the command line."""
 
     page: Recipe
     """The recipe before the command line's changes: the page's, or with --resume the run's."""
@@ -228,7 +228,7 @@ def requested(options: LaunchOptions) -> Request:
 
 
 def with_own_split(recipe: Recipe, keys: Collection[str]) -> Recipe:
-    """Hold out the split that a data set of `save_to_disk` has for measuring, unless the user says what is held out."""
+    """Hold out the validation or test split of a data set of `save_to_disk`, unless the user chooses another."""
     listed = Path(recipe.data.path, text_files.SAVED[1])
     if {"data.validation", "data.validation_share"} & {*keys} or "data.path" not in keys or not listed.is_file():
         return recipe

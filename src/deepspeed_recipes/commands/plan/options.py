@@ -148,7 +148,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
     if "deepspeed" in keys:
-        file = strategies.template(recipe.deepspeed, hardware)  # refuses a name that is no file
+        file = strategies.template(recipe.deepspeed, hardware)  # refuses a name without a file
         # Planning chooses the accumulation and the layout, which follows the file's block for experts.
         layout = replace(recipe.layout, expert=max(recipe.layout.expert, 1 + file.has_expert_block))
         ranks = None if arguments.deadline else hardware.gpus

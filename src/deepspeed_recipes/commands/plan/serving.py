@@ -26,7 +26,7 @@ bf16."""
 OPTIONS = ("tokens", "examples", "example_tokens", "price", "deadline", "write", "longest", "which_gpu", "explain")
 """Options of plans for the training of one model."""
 OF_TRAINING = ("overrides", "sequence_length", "host_memory", "nvme", "network", "software")
-"""What else serving does not depend on."""
+"""Other settings that do not affect serving."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Split:
     tensor: int
     pipeline: int
     weights: float
-    """Of the fullest pipeline stage."""
+    """On the fullest pipeline stage."""
     cache: float
-    """Of one request at its full length."""
+    """For one request at its full length."""
 
     @property
     def gpus(self) -> int:
@@ -46,7 +46,7 @@ class Split:
         return self.tensor * self.pipeline
 
     def requests(self, hardware: Cluster) -> int:
-        """Return how many requests of full length fit beside the weights."""
+        """Return how many requests of full length fit in the memory that the weights leave."""
         return max(0, int((SHARE * hardware.gpu.memory_gib * GIB - self.weights) / self.cache))
 
 

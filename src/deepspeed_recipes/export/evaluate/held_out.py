@@ -26,7 +26,7 @@ METRICS = ("exact_match", "loss", "preference_accuracy", "accuracy", "recall_at_
 classifiers and for embedding models."""
 
 PREFERENCES = ("pairs", "judged answers")
-"""What methods read whose models answer as those of SFT do."""
+"""Examples of the methods whose models answer like those of SFT."""
 
 
 @dataclass(frozen=True)

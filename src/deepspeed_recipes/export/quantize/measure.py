@@ -36,7 +36,7 @@ class Comparison:
     same: float
     """Share of the held-out positions at which both prefer the same token, or of the examples answered alike."""
     unit: Literal["token", "answer"]
-    """What `same` counts."""
+    """Unit of `same`."""
 
     def recorded(self) -> Json:
         """Return the comparison for `training/results.json`."""

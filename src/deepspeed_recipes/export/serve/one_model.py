@@ -139,7 +139,7 @@ class OneModel(ModelManager):
 
 
 class Sampling:
-    """Mixin for handlers: a request that asks for random answers gets them, as its own seed draws them."""
+    """Mixin for handlers: sampled answers are drawn with the seed of their own request."""
 
     model_manager: ModelManager
     generation_state: GenerationState
@@ -190,7 +190,7 @@ class Chat(Messages, ChatCompletionHandler):
 
 
 class Completions(Sampling, CompletionHandler):
-    """Answers `/v1/completions`, and vLLM's `prompt_logprobs` for a prompt of token ids, as `certify` asks for them."""
+    """Answers `/v1/completions`, and vLLM's `prompt_logprobs` for a prompt of token ids, as `certify` requests them."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Return the continuation of a text, or the log-probabilities of a prompt's tokens."""

@@ -40,7 +40,7 @@ class Served:
 
 
 def _shared(folder: Path, base: Path) -> dict[str, object]:
-    """Return what a server has once, of an adapter or else of its base model, by the words for another such setting."""
+    """Return settings that a server has once, an adapter's or its base model's, by the words for a differing one."""
     from ...training.model import generate  # imports torch, which --help does without
 
     templates = (place / "chat_template.jinja" for place in (folder, base))

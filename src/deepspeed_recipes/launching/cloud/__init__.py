@@ -24,7 +24,7 @@ RUNS = f"{ML}/input/data/runs"
 RECIPE = f"{ML}/input/data/recipe"
 """Folder of the channel `recipe`: recipe.json and deepspeed.json."""
 INSTANCES = {1: "ml.g6e.xlarge", 4: "ml.g6e.12xlarge", 8: "ml.p5.48xlarge"}
-"""The script's default Amazon instance, by number of GPUs; for other numbers the script asks for one."""
+"""The script's default Amazon instance, by number of GPUs; for other numbers the script requires one."""
 MOST_RETRIES = 30
 """https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_RetryStrategy.html"""
 ACCELERATOR = "H100"

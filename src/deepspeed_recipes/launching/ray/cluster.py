@@ -78,7 +78,7 @@ class RayCluster:
 
 
 def of(options: LaunchOptions) -> RayCluster | None:
-    """Return the nodes that the options select, or None without `--ray`; refuse an address that is no cluster's."""
+    """Return the nodes that the options select, or None without `--ray`; refuse an address that is not a cluster's."""
     if not options.ray:
         return None
     check_installed()

@@ -1,4 +1,4 @@
-"""Runs a recipe as a SLURM batch job: asks for nodes, fills `job.sbatch.jinja`, submits it, and follows its log."""
+"""Runs a recipe as a SLURM batch job: requests nodes, fills `job.sbatch.jinja`, submits it, and follows its log."""
 
 import re
 import shlex

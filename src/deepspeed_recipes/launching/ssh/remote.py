@@ -284,7 +284,7 @@ def problems(host: str, answer: Answer, first: Answer, pool: HostPool, folder: P
             found.append(f"{host}: {len(answer['gpus'])} GPUs, but {pool.hosts[0]} has {len(first['gpus'])}")
     if answer["gpus"] and max(pool.slots[host]) >= len(answer["gpus"]):
         slots = max(pool.slots[host]) + 1
-        found.append(f"{host}: {len(answer['gpus'])} GPUs, but the hostfile says slots={slots}")
+        found.append(f"{host}: {len(answer['gpus'])} GPUs, but slots={slots} in the hostfile")
     if answer["clock"] > CLOCK_SECONDS:
         found.append(f"{host}: its clock is off by {answer['clock']:.0f} s; synchronise it (NTP)")
     if not answer["interface"]:

@@ -24,7 +24,7 @@ class Memory:
     """Memory that a plan needs."""
 
     moments: Mapping[str, Components]
-    """Of the fullest GPU, in the order of a run: `loading`, `rollout` (for methods that learn from the model's own
+    """On the fullest GPU, in the order of a run: `loading`, `rollout` (for methods that learn from the model's own
     answers), `loss`, `backward` (the start of the backward pass), `gradients` (its end), `step`."""
     host_gib: float
     """Host memory of one node at its fullest moment."""

@@ -117,7 +117,7 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | N
     return _stage_shards(profile, layout.pipeline, layout.tensor, waiting, setup.lora, setup.saved_parameters)
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same few, thousands of times
+@lru_cache(maxsize=4096)  # a search needs the same few thousands of times
 def _stage_shards(
     profile: ModelProfile, stages: int, tensor: int, waiting: int, lora: Lora | None, saved: int
 ) -> tuple[StageShard, ...]:

@@ -77,7 +77,7 @@ class TrainingSetup:
     trained_share: float = 1.0
     """Share of the parameters that is trained, without adapters. The rest has neither gradients nor states."""
     saved_parameters: int = 0
-    """Parameters of modules that are trained whole beside adapters."""
+    """Parameters of modules that are trained whole, together with adapters."""
     further_token: bool = False
     """A head for a further token computes logits and a loss as well."""
     quantized: bool = False

@@ -17,7 +17,7 @@ from .machine_file import Machine
 
 @dataclass(frozen=True)
 class Correction:
-    """What past runs of one kind on this machine say about predicted speeds."""
+    """A correction of predicted speeds, by past runs of one kind on this machine."""
 
     factor: float
     """The median of measured / predicted."""

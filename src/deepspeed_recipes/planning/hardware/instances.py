@@ -93,7 +93,7 @@ def prices(words: Iterable[str]) -> Prices:
         if instance is None:
             near = get_close_matches(name, INSTANCES, n=1)
             hint = f"did you mean {near[0]}?" if near else "the price of the planned node needs no name."
-            raise UserError(f"--price {word}: there is no instance {name}; {hint}")
+            raise UserError(f"--price {word}: unknown instance {name}; {hint}")
         if instance in found:
             what = instance or "a node"
             raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give only one.")

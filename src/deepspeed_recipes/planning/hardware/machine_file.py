@@ -13,9 +13,9 @@ from ...recipe.run_folder import read_json
 from .gpus import Gpu, find
 
 VERSION = 1
-"""Of the file's format."""
+"""Version of the file's format."""
 HEAD_WIDTH = 128
-"""Of the attention that is measured."""
+"""Head width of the attention that is measured."""
 NARROW_HEAD = 32
 """Head width of the second attention that is measured on a CPU."""
 CPU = "CPU"
@@ -46,20 +46,19 @@ class Machine:
     file: Path
     date: str
     device: str
-    """What the driver calls the GPU."""
+    """The driver's name for the GPU."""
     ranks: int
     sizes: JsonView
-    """Of what was measured, as `benchmarks.probe` has them."""
+    """Sizes that were measured, as in `benchmarks.probe`."""
     seconds: JsonView
     alone: JsonView = field(default_factory=dict)
     """`seconds` of a single rank, on a machine without GPUs."""
     cores: int = 0
     host_memory_gib: float = 0.0
     nvme_gbs: float = 0.0
-    """GB/s of its drives, the slower of reading and writing; 0: not measured."""
+    """GB/s of its drives, the slower of reading and writing; 0 if not measured."""
     network_gbs: float = 0.0
-    """GB/s from one node to the others, per direction, that an all-reduce over several nodes reached; 0: not measured.
-    """
+    """GB/s from one node to the others, per direction, as reached by an all-reduce; 0 if not measured."""
     spread: float = 0.0
     """Standard deviation of the logarithm of its speed from one round of measurements to the next."""
 

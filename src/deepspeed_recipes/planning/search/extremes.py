@@ -55,8 +55,8 @@ def within(workload: Workload, hours: float) -> Enough:
 def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> SearchResult:
     """Return the plans on the smallest cluster of the request's GPUs on which the best plan meets the deadline.
 
-    The request's cluster is the smallest one to try; `larger_nodes` says whether nodes may have more GPUs, unless they
-    are rented instances of a fixed size.
+    The request's cluster is the smallest one to try; with `larger_nodes` nodes may have more GPUs, unless they are
+    rented instances of a fixed size.
     """
 
     def taken(found: SearchResult) -> float:

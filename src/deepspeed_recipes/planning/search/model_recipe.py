@@ -26,7 +26,7 @@ def nearest(config: JsonView, variant: str) -> Recipe:
 
     MoE models borrow from MoE pages only, and dense models from dense pages, because adapters and layouts name the
     experts. Pages of vision-language models are never borrowed from. The criteria, in order of priority: a size within
-    a factor of ten, the same `model_type`, the same mixers besides attention (state-space layers, linear attention,
+    a factor of ten, the same `model_type`, the same mixers other than attention (state-space layers, linear attention,
     convolutions, or none), the nearest size.
     """
     own = profile_of(config)

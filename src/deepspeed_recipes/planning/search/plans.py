@@ -80,7 +80,7 @@ class PlanRequest:
     document_length: float | None = None
     """As in `TrainingSetup`; None if the data was not read."""
     software: Software = OWN
-    """What will train: this project, unless the user asks what another stack would need."""
+    """The stack that trains: this project's, unless the user names another."""
 
     @property
     def least_micro_batch(self) -> int:
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def excess(self) -> float:
-        """The largest need as a multiple of what there is."""
+        """The largest need as a multiple of what is available."""
         nvme, host = self.memory.nvme_gib, COUNTS.usable * (self.cluster.host_memory_gib or math.inf)
         drives = nvme and (nvme / (COUNTS.usable * self.cluster.nvme_gib) if self.cluster.nvme_gib else math.inf)
         return max(self.share, self.memory.host_gib / host, drives)
@@ -287,7 +287,7 @@ class Workload:
     epochs: float = 1.0
     prices: Prices = field(default_factory=Prices)
     about: str = ""
-    """How the number of tokens was determined, if the user did not give it."""
+    """The source of the number of tokens, if the user did not give it."""
     document_length: float | None = None
     """As in `TrainingSetup`; None if the data was not read."""
     examples: float | None = None

@@ -73,7 +73,7 @@ class StopOnSignal(TrainerCallback):
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
-        # Through numpy: the tensor is in host memory, so that there is no wait for a device.
+        # Through numpy: the tensor is in host memory, so nothing waits for a device.
         if asked.numpy()[0] and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = control.should_training_stop = True
@@ -90,7 +90,7 @@ class StopOnSignal(TrainerCallback):
 class Agreement(TrainerCallback):
     """Makes what the user's callbacks ask of the Trainer on any rank happen on all ranks.
 
-    Logging, evaluating, saving and stopping are collectives: a callback that asks for one of them on rank 0 only would
+    Logging, evaluating, saving and stopping are collectives: a callback that requests one of them on rank 0 only would
     hang the run. The ranks agree wherever the Trainer reads its flags next.
     """
 

@@ -249,7 +249,7 @@ _PROBES: tuple[tuple[Turns, Json], ...] = (
 def rendered(
     tokenizer: PreTrainedTokenizerBase, template: str | None, turns: Turns, options: JsonView = MappingProxyType({})
 ) -> str | None:
-    """Return a conversation as a chat template writes it, or None if there is no template or it refuses this one."""
+    """Return a conversation as a chat template writes it, or None without a template, or if it refuses."""
     try:
         with bounded("its chat template"):
             return tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)

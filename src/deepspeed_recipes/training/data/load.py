@@ -15,7 +15,7 @@ from .report import Report
 from .tokenize import Stream
 
 HELD_OUT_SEED = 42
-"""Of the draw of held-out examples, the same for every `seed`, so that runs with different ones compare."""
+"""Seed of the held-out examples, the same whatever `seed` is, so that runs with different seeds compare."""
 SKIPPED: dict[str, Json] = {}
 """Examples that `data.bad=skip` has left out, by source: their `count`, and the `first` ten errors."""
 

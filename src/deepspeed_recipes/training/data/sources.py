@@ -391,13 +391,13 @@ def unread_files(source: Source, data: Data, images: bool = False) -> list[str]:
         return warnings
     if any((folder / state).exists() for state in text_files.SAVED):
         found = (one for place in (folder, folder / split) for one in sorted(place.glob("*")) if one not in read)
-        # What `datasets` writes there: its states, data-00000-of-00001.arrow, and cache-*.arrow.
+        # Written there by `datasets`: its states, data-00000-of-00001.arrow, and cache-*.arrow.
         theirs = {*text_files.SAVED, "dataset_info.json"}
         beside = [one for one in found if one.suffix != ".arrow" and one.name not in theirs and one.is_file()]
         if beside := [one for one in beside if text_files.suffix(one) in text_files.SUFFIXES]:
             named = ", ".join(str(file.relative_to(folder)) for file in beside[:NAMED_FILES])
             named += weights.more(beside, NAMED_FILES)
-            warnings.append(f"warning: {folder}: not read beside what save_to_disk has written: {named}")
+            warnings.append(f"warning: {folder}: a data set of save_to_disk; other files in it are not read: {named}")
         return warnings
     chosen = _files(folder, split)
     if missing := text_files.missing_parts(chosen):

@@ -149,7 +149,7 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
 def first_documents(sequences: Iterable[Json], tokenizer: PreTrainedTokenizerBase, most: int = 2) -> list[Pieces]:
     """Return the first documents of `tokenized` or `stream` as text, divided at the boundaries of the loss.
 
-    A document that repeats another one is shown once.
+    A document that repeats another is shown once.
     """
     found: list[Pieces] = []
     for sequence in islice(sequences, 10 * most):
@@ -278,7 +278,7 @@ def cache_key(examples: Dataset, tokenizer: PreTrainedTokenizerBase, *given: obj
 
 
 def _state(value: object) -> Any:
-    """Return what a function computes with besides its code and its globals, which `TOKENIZED_BY` identifies."""
+    """Return a function's state other than its code and its globals, which `TOKENIZED_BY` identifies."""
     if isinstance(value, FunctionType):
         return [
             value.__qualname__,

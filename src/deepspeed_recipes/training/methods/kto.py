@@ -109,7 +109,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             f"warning: training: with their weights, the good answers count {ratio:.2g} times as much as the bad ones; "
             f"the paper advises 1 to 1.33, and kto.{key}={value:.3g} makes them count alike"
         )
-    # Each gets another one's answer, from which the KL is estimated (section 4.1 of the paper): the answers of all
+    # Each gets another example's answer, from which the KL is estimated (section 4.1 of the paper): the answers of all
     # ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its estimate, and with it
     # the loss, depends on the number of ranks.
     others = [at - 1 if at % together else at + together - 1 for at in range(len(kept))]

@@ -75,7 +75,7 @@ class PairHooks(RunHooks):
     pairs_per_pass = 1.0
     """The pairs of the step divided by its micro-batches, both over all ranks."""
     uneven = False
-    """Whether some ranks have fewer pairs in the step's last micro-batch."""
+    """True if some ranks have fewer pairs in the step's last micro-batch."""
 
     def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
@@ -165,7 +165,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
     before: torch.Tensor | None = None
     """The reference model's log-likelihoods of all pairs, if they are computed once; [pairs, 2], on the host."""
     one_by_one = False
-    """Whether the micro-batch is one of which some ranks have fewer pairs."""
+    """True if some ranks have fewer pairs in this micro-batch."""
 
     def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Also mark the micro-batch of which some ranks have fewer pairs."""

@@ -31,7 +31,7 @@ other."""
 Place = tuple[str, ...]
 """The keys that lead to a field; several if it is in a nested block."""
 _WITHIN: dict[tuple[type, str], PreTrainedConfig] = {}
-"""What `_within` has found, by the class and the content of a configuration."""
+"""Results of `_within`, by the class and the content of a configuration."""
 
 
 def draft_of(

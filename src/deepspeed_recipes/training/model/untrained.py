@@ -168,7 +168,7 @@ def _name(model: PreTrainedModel, module: torch.nn.Module) -> str:
 
 def _add_processor(folder: Path, path: str) -> bool:
     """Copy the base's settings of its processor, which servers need to load it; return whether it has any."""
-    # Of a Hub id, loading the text part has not brought these files.
+    # Loading the text part from the Hub has not fetched these files.
     found = {name: cached_file(path, name, **_IF_THERE) for name in _OF_PROCESSOR}
     for name, file in found.items():
         if file and not (folder / name).exists():
@@ -224,7 +224,7 @@ def _rewrite(
 ) -> dict[str, str]:
     """Rename an export's tensors, add `copies` of them and those of the base, and return the digests of these.
 
-    File by file: beside the export, the disk holds one file more.
+    File by file, so that the disk needs room for one file more than the export.
     """
     digests: dict[str, str] = {}
     parts: list[Path] = []

@@ -103,7 +103,7 @@ DRAFTS = (
     "predicts further tokens (MTP) and stays the base model's: a server that drafts with it gives the same answers "
     "but more slowly, since fewer drafts are accepted the more the training has changed"
 )
-"""What a head means to a server that training leaves as it is, after its name."""
+"""The consequence for a server of a head that was not trained, after its name."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 """Files with the settings of an image processor."""
 TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}

@@ -18,7 +18,7 @@ from . import pipeline, whole
 
 
 class Holding(Protocol):
-    """How the ranks of a layout hold a model; mypy compares the two modules with it."""
+    """Interface of the two modules that hold a model on the ranks of a layout; mypy compares them with it."""
 
     def check(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, /) -> None:
         """Refuse a model that this module would train differently."""
@@ -35,7 +35,7 @@ class Holding(Protocol):
         """Make the forward and backward pass of a micro-batch, and return its loss; `ordinary` is the Trainer's."""
 
     def logits(self, trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
-        """Return the logits of sequences, on every rank; `beside`: the model's inputs for its images."""
+        """Return the logits of sequences, on every rank; `beside` has the model's inputs for images."""
 
     def measure(self, trainer: Trainer, sequences: Dataset, /) -> dict[str, float]:
         """Return the loss per token on held-out data, and other scores from the same passes."""

@@ -72,7 +72,7 @@ class StagedModel(PipelineModule):
 
 
 Loss = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
-"""Of logits and (labels, weights)."""
+"""A function of logits and (labels, weights)."""
 
 
 class LastStageOutput:

@@ -298,7 +298,7 @@ def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
         model(input_ids=torch.arange(5, 29)[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    # What reaches each layer's input without passing another one: linear layers, and weights.
+    # Linear layers and weights whose output reaches a layer's input directly.
     names = {output: name for name, (_, output) in seen.items()}
     before: dict[str, tuple[set[str], set[torch.Tensor]]] = {}
     after: dict[str, set[str]] = {}

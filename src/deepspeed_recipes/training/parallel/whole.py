@@ -107,7 +107,7 @@ def save(trainer: Trainer, folder: Path) -> None:
             lora.export_pissa(model, folder)
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
-        # What `config.json` does not say of the outputs.
+        # Details of the outputs that config.json lacks.
         if isinstance(recipe.method, Embed):
             hidden_size = model.config.get_text_config().hidden_size
             complete.write_pooling(folder, recipe.method, hidden_size, recipe.sequence_length)

@@ -144,9 +144,9 @@ class Run:
         self.live.summary["alert"] = f"{title}: {text}"
 
     def upload(self, run: RunFolder) -> None:
-        """Add the report and, if the recipe uploads artifacts, the export; and what the launcher knows of the run.
+        """Add the report and, if the recipe uploads artifacts, the export; and the launcher's results.
 
-        That is the prediction beside the measurement, and where the time of the recorded steps went.
+        These are the prediction and the measurement, and where the time of the recorded steps went.
         """
         summary = read_json(run.summary)
         found = {key: summary[key] for key in ("predicted", "measured") if any((summary.get(key) or {}).values())}

@@ -233,12 +233,12 @@ def _data(found: Translation) -> list[str]:
 
 
 def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | None:
-    """Return the changed recipe; settings that exclude each other here are recorded, and there is no recipe."""
+    """Return the changed recipe, or record settings that exclude each other here, and return None."""
     try:
         made = overrides.apply(start, [*changes, *_data(found)])
         limits.check_micro_batch(made)
         place = next(filter(Path.is_file, (Path(made.deepspeed), CONFIGS / made.deepspeed)), None)
-        # What another model, of which `start` is not the page, excludes by its dimensions is not known here.
+        # The dimensions of a model other than that of the page `start` are not known here.
         known = made if recipe_of(found.model) else replace(made, model=replace(made.model, config={}))
         if place:
             limits.check(known, found.gpus, deepspeed_file.read(place))
@@ -281,7 +281,7 @@ def report(found: Translation, file: Path) -> list[str]:
 
 
 def _each(found: Translation, entries: Mapping[str, str], between: str) -> list[str]:
-    """Return a line for each key: its value in the file, and what is said of it."""
+    """Return a line for each key: its value in the file, and the remark on it."""
     given = {name: f": {_short(found.values[name])}" if name in found.values else "" for name in entries}
     return [f"{name}{given[name]}{between}{said}" for name, said in entries.items()]
 
@@ -301,7 +301,7 @@ from deepspeed_recipes.recipe import Recipe, overrides, pages
 SETTINGS = [
 {settings}
 ]
-"""What the file asks for, where it differs from {start} {variant}."""
+"""The file's settings that differ from {start} {variant}."""
 SIZES = {{"{size}": pages.find("{start}", "{variant}").model}}
 
 

@@ -219,7 +219,7 @@ def _saving(found: Translation) -> None:
     refused = "wandb" if found.values.get("use_wandb") is False else None
     switches = [key for key, tracker in OF_TRACKERS.items() if found.given(key) and tracker != refused]
     known = list(dict.fromkeys([*known, *(OF_TRACKERS[key] for key in switches)]))
-    if "all" not in names:  # nothing is tracked in the other tools unless the file asks for it
+    if "all" not in names:  # the other tools track nothing by default
         found.set("tracking", ",".join(known) or "none", "report_to", *(key for key in switches if "use_" in key))
 
 

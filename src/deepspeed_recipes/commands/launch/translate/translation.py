@@ -20,7 +20,7 @@ WITH_HELD_OUT = "with data.validation=FILE, give"
 """Words before a setting that needs held-out examples."""
 SET_TWICE = "another key of the file sets {}; keep one of them"
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
-"""Values with which a key asks for nothing."""
+"""Values that leave an option off."""
 
 
 class Translation:
@@ -83,7 +83,7 @@ class Translation:
                 self.lack(name, SET_TWICE.format(f"{key}={as_text(value)}"))
 
     def set_if_given(self, name: str, key: str, value: object = True) -> None:
-        """Set our `key` to `value` if the file's key `name` asks for something."""
+        """Set our `key` to `value` if the file's option `name` is on."""
         if self.given(name):
             self.set(key, value, name)
 
@@ -160,7 +160,7 @@ class Translation:
                 self.remarks.append(f"data.columns: {column} becomes {field} in every data set that has it")
 
     def give(self, changes: dict[str, str]) -> None:
-        """Let the user's overrides win over what the file says, and supply what it lacks."""
+        """Let the user's overrides replace the file's settings and complete them."""
         self.overrides |= changes
         self.by_default -= changes.keys()
         for name, why in list(self.missing.items()):

@@ -81,7 +81,7 @@ def translate(values: JsonView, gpus: int) -> Translation:
 
 
 def _method(values: JsonView) -> tuple[str, bool]:
-    """Return the method of a file, and whether a key tells it."""
+    """Return the method of a file, and whether a key names it."""
     if values.get("method") in METHODS:
         return str(values["method"]), True
     kinds = values.get("loss_type") or ""
