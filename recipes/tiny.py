@@ -26,7 +26,7 @@ STUDENT = Model(path=TINY_STUDENT, parameters=1_009_024, config=NARROW)
 """Two narrowed layers of the fine-tuned model (`scripts/shrink.py`), almost always wrong before training."""
 
 WITHOUT = dict.fromkeys(
-    ("qlora", "dora", "full_offload"), "a model of 3M parameters leaves no memory to save; take full or lora"
+    ("qlora", "dora", "full_offload"), "a model of 3M parameters has no memory to save; use full or lora"
 )
 
 

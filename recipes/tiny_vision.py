@@ -33,7 +33,7 @@ SIZES = {
     }),
 }  # fmt: skip
 
-WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take lora"}
+WITHOUT = {"qlora": "a model of 0.5M parameters has no memory to save; use lora"}
 
 
 def full(size: str) -> Recipe:

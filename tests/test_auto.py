@@ -96,10 +96,10 @@ def test_another_architecture_has_its_own_attention_and_template(tmp_path):
     page = pages.find(pages.typed(recipe), "full")
     assert (recipe.learning_rate, recipe.global_batch_size) == (page.learning_rate, page.global_batch_size)
     text = borrowed.said(recipe, [])
-    assert f"{folder}, olmo2 with " in text and f"trained as {pages.typed(page)} full" in text
+    assert f"{folder} (olmo2, " in text and f"borrows the recipe {pages.typed(page)} full" in text
     assert f"learning_rate={page.learning_rate}" in text and f"deepspeed={page.deepspeed}" in text
     assert "other variants: lora" in text and "its own" not in text, "nothing but the model differs"
-    assert "learning_rate" not in borrowed.said(recipe, ["learning_rate"]), "the user's is not taken over"
+    assert "learning_rate" not in borrowed.said(recipe, ["learning_rate"]), "the user's is not borrowed"
 
 
 def test_documents_are_packed_only_where_they_stay_apart(tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
     changes.append("learning_rate=1e-2")  # random weights learn nothing in six steps at a page's
     command = [*launcher, "auto", str(folder), *words, *changes, "wandb.mode=disabled", "logging_steps=1"]
     output = launching.run([*command, "--gpus", "2", "--output-dir", str(tmp_path / "run")], tmp_path)
-    assert f"auto: {folder}, {kind} with " in output and "taken over: learning_rate=" in output
+    assert f"auto: {folder} ({kind}, " in output and "borrowed: learning_rate=" in output
     run = RunFolder(tmp_path / "run")
     losses = [row["loss"] for row in read_jsonl(run.metrics)]
     assert len(losses) == 6 and losses[-1] < losses[0]
@@ -138,7 +138,8 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
 def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(printed_by):
     assert borrowed.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
     said = printed_by("launch", "auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run")
-    assert "is trained as qwen3-8b lora" in said and "its own" not in said and "learning_rate: 0.0002 -> 1e-05" in said
+    assert "borrows the recipe qwen3-8b lora" in said and "own: " not in said
+    assert "learning_rate: 0.0002 -> 1e-05" in said
 
 
 def test_a_run_has_the_name_of_the_users_model(tmp_path):
@@ -236,7 +237,7 @@ def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
             [str(SAMPLES / "tiny_model"), "loraa"],
             "loraa: no page of a decoder has this variant; choose from: full, lora",
         ),
-        ([str(SAMPLES / "tiny_model"), "lora", "model.path=x"], "with auto the model is the first word"),
+        ([str(SAMPLES / "tiny_model"), "lora", "model.path=x"], "auto takes the model as its first word"),
     ],
 )
 def test_a_mistake_is_answered_in_a_line(refusal, words, said):

@@ -114,7 +114,7 @@ def test_every_key_that_the_trainer_fills_is_filled():
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
             Numbers(),
-            "hidden size is unknown; add --model or hidden_size=N",
+            "which needs the model's hidden size; add --model or hidden_size=N",
         ),
         (
             {"zero_optimization": {"sub_group_size": "auto"}},

@@ -27,6 +27,7 @@ from deepspeed_recipes.commands import (
     shrink,
     sweep,
 )
+from deepspeed_recipes.prove.techniques import TECHNIQUES
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.project import PACKAGE, SCRIPTS
 from scripts.maintain.documents import documents
@@ -164,6 +165,16 @@ def test_the_annotated_tree_names_what_exists():
         place = folder / name
         assert place.exists() or name == "runs/", name
         folder = place if not line.startswith(" ") else folder
+
+
+def test_the_table_of_techniques_has_each():
+    """A range such as `zero0` to `zero3` stands for all between its ends."""
+    table = (ROOT / "scripts/README.md").read_text(encoding="utf-8").split("| names for `--only` |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    for first, start, end in re.findall(r"`(\w+?)(\d)` to `\w+?(\d)`", " ".join(cells)):
+        named |= {f"{first}{number}" for number in range(int(start), int(end))}
+    assert named == {technique.name for technique in TECHNIQUES}
 
 
 def test_the_readme_is_short_and_says_little_before_the_first_command():

@@ -650,12 +650,12 @@ MISTAKES = {
     "arguments by another name": (
         line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "parameters": {"b": 1}}])]),
         "sft",
-        "a tool call with 'parameters', which nothing reads",
+        "a tool call with 'parameters', which is not read",
     ),
     "result of a call": (
         line(messages=[user("a"), assistant("", tool_calls=[{"function": {"name": "f"}, "result": "b"}])]),
         "sft",
-        "a tool call with 'result', which nothing reads",
+        "a tool call with 'result', which is not read",
     ),
     "two system prompts": (
         line(messages=[{"role": "system", "content": "a"}, *SHORT], system="b"),
@@ -879,7 +879,7 @@ def test_text_files_keep_what_tables_and_loaders_change(tmp_path):
 
 
 OPTIONS = {
-    "weights": (Data("a.jsonl,b.jsonl", weights="1,2,3"), {}, "names 2 sources, so 2 numbers above 0"),
+    "weights": (Data("a.jsonl,b.jsonl", weights="1,2,3"), {}, "names 2 sources; give as many numbers above 0"),
     "weights of words": (Data("a.jsonl,b.jsonl", weights="much,little"), {}, "data.weights=much,little"),
     "weight of zero": (Data("a.jsonl,b.jsonl", weights="1,0"), {}, "above 0"),
     "share": (Data("a.jsonl", validation_share=1.0), {}, "below 1"),

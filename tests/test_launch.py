@@ -184,7 +184,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys, printed_by):
     assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
     scale, unchecked = said.err.splitlines()
     assert scale.startswith("lora.rank=8: ")
-    assert unchecked.startswith("not checked by --dry-run: the examples in tokens,")
+    assert unchecked.startswith("not checked by --dry-run: the lengths of examples in tokens,")
     brief = printed_by("launch", *words, "--dry-run").splitlines()
     assert brief[:2] == ["lora.rank: 32 -> 8", "learning_rate: 0.004 -> 0.002"] and "deepspeed" in brief[2]
     assert not (tmp_path / "run").exists()
@@ -204,7 +204,7 @@ def test_dry_run_names_the_data_that_it_does_not_read(tmp_path, capsys):
         assert f"{tmp_path}/{name}: keys that nothing reads, with their numbers of examples: masked (1)\n" in said.out
     (line,) = said.err.splitlines()
     read = f"{tmp_path}/train.parquet after row 1,000, OWNER/NAME, {tmp_path}/data (read by the ranks); "
-    assert line.startswith(f"not checked by --dry-run: {read}the examples in tokens")
+    assert line.startswith(f"not checked by --dry-run: {read}the lengths of examples in tokens")
     file = tmp_path / "scheduled.json"
     scheduler = {"type": "WarmupLR", "params": {}}
     block = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}, "scheduler": scheduler}

@@ -65,7 +65,7 @@ def test_noise_and_pissa_are_refused_where_the_loss_compares_with_the_model_with
     for variant in ("dpo_lora", "distill"):
         with pytest.raises(UserError, match="NEFTune is for sft and pretrain; use neftune_alpha=0"):
             changed("neftune_alpha=5", variant=variant)
-    with pytest.raises(UserError, match="without its adapters the model is not dpo's reference"):
+    with pytest.raises(UserError, match="without its adapters the model is not the reference model of dpo"):
         changed("lora.init=pissa", variant="dpo_lora")
 
 

@@ -572,4 +572,4 @@ def test_auto_lets_the_planner_choose(one_a100, printed_by, refusal):
 def test_on_cpu_ranks_the_planner_says_nothing(printed_by):
     assert "forecast" not in printed_by("launch", "tiny", "full", "--dry-run")
     shown = printed_by("launch", "tiny", "full", "deepspeed=auto", "--dry-run")
-    assert shown.startswith("deepspeed=auto: the recipe's own zero3.json, as the GPUs are not known here; ds-rec")
+    assert shown.startswith("deepspeed=auto: the GPUs are unknown here, so the recipe keeps its zero3.json; ds-rec")

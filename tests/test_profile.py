@@ -306,7 +306,7 @@ def test_steps_are_those_of_the_run():
         (["--profile", "5:3"], "--profile 5:3: the last step comes before the first; e.g. --profile 3:5."),
         (["--profile", "0:3"], "--profile 0:3: steps are counted from 1; e.g. --profile 1:3."),
         (["--profile", "5:"], "--profile 5:: not FIRST:LAST; give the first and the last step, e.g. --profile 10:12."),
-        (["--profile", "8:10", "max_steps=9"], "the run has 9 steps; e.g. --profile 7:9, or a larger max_steps."),
+        (["--profile", "8:10", "max_steps=9"], "the run has 9 steps; use --profile 7:9, say, or a larger max_steps."),
         (["--profile", "profile.ranks=0,2"], "profile.ranks=0,2: rank 2 does not exist; ranks are 0 to 1."),
         (["--profile", f"profile.ranks={'9' * 5000}"], "is not a rank; give numbers with commas (0,1), or all."),
         (["--profile", "9" * 5000], "not FIRST:LAST"),

@@ -474,7 +474,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     said = f"{saved}: a data set of save_to_disk; other files in it are not read: extra.jsonl, train/more.csv"
     assert sources.unread_files(source, measured) == [f"warning: {said}"]
     (alone,) = sources.read(f"{saved}/train", small(tmp_path, saved / "train"))
-    assert "written: more.csv" in sources.unread_files(alone, replace(data, path=f"{saved}/train"))[0]
+    assert "read: more.csv" in sources.unread_files(alone, replace(data, path=f"{saved}/train"))[0]
     validation = f"{saved}/dev,{saved}/test,{saved}/extra.jsonl,{saved}/train/more.csv"
     assert sources.unread_files(source, replace(measured, validation=validation)) == []
 

@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not options.models:
         parser.error("name a run, a folder or a server to measure")
     if options.settings and not options.data:
-        raise UserError(f"{options.settings[0]}: only with --data FILE, whose examples it is about; leave it out.")
+        raise UserError(f"{options.settings[0]}: describes the examples of --data FILE; add --data, or leave it out.")
     if options.tasks:
         parser.refuse(options, ("data", "metric"), "--tasks have their own examples and metrics")
     else:

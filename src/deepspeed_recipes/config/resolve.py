@@ -157,7 +157,7 @@ def _fill(node: Any, fillings: dict[str, object], path: Key = ()) -> None:
         elif value == "auto":
             key, why = dotted(where), "but the Trainer has no value for it; write a value"
             if key.endswith(("bucket_size", "persistence_threshold")):
-                why = "and the model's hidden size is unknown; add --model or hidden_size=N"
+                why = "which needs the model's hidden size; add --model or hidden_size=N"
             elif key == "scheduler.params.total_num_steps":
-                why = "and the number of steps is unknown; add max_steps=N"
+                why = "which needs the number of steps; add max_steps=N"
             raise Unresolvable(f'{key} is "auto", {why}')

@@ -332,8 +332,8 @@ def unchecked(recipe: Recipe) -> str:
         left.append(f"examples after the first {STREAMED:,}")
     data = f"{', '.join(left)} (read by the ranks); " if left else ""
     return (
-        f"not checked by --dry-run: {data}the examples in tokens, the number of updates if they are packed, and the "
-        "software of the ranks; a run prints examples, with what is trained marked, before it loads the model"
+        f"not checked by --dry-run: {data}the lengths of examples in tokens, the number of updates with packing, "
+        "and the ranks' software; a run prints examples, with the trained part marked, before it loads the model"
     )
 
 

@@ -94,7 +94,7 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
             raise UserError(f"{option} {path}: {wanted}.")
         nearest = next(one for one in ([place] if folder else []) + [*place.parents] if os.path.lexists(one))
         if nearest.is_symlink():
-            raise UserError(f"{option} {path}: a link that leads nowhere; remove it, or choose another.")
+            raise UserError(f"{option} {path}: a broken link; remove it, or choose another path.")
         import tempfile  # which imports much, and a plan writes nothing
 
         with tempfile.TemporaryFile(dir=nearest):

@@ -59,7 +59,7 @@ def functions(key: str, text: str | None) -> list[Function]:
             raise UserError(f"{key}={part}: write FILE.py:{'CLASS' if key == 'callbacks' else 'FUNCTION'}{model}.")
         named.append(Function(path, name))
     if len({function.name for function in named}) < len(named):
-        raise UserError(f"{key}={text}: two have the same name, by which they are reported; rename one.")
+        raise UserError(f"{key}={text}: two have the same name, and results are reported by name; rename one.")
     if len(named) > 1 and key in ("loss", "data.transform"):
         raise UserError(f"{key}={text}: must be one function; call the others from it.")
     return named

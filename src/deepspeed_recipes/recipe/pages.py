@@ -251,8 +251,8 @@ def find(recipe: str, variant: str) -> Recipe:
     name, size = split(recipe)
     if not (name.endswith(".py") or _is_page(name)) and ("/" in recipe or Path(recipe, "config.json").is_file()):
         raise UserError(
-            f"unknown recipe {recipe!r}: for a Hub id or a model's folder write auto before it, which takes the recipe "
-            f"of the nearest model: ds-recipes launch auto {recipe} {variant}"
+            f"unknown recipe {recipe!r}: write auto before a Hub id or a model's folder, to use the recipe of the "
+            f"nearest model: ds-recipes launch auto {recipe} {variant}"
         )
     module = known_page(name)
     if not size:

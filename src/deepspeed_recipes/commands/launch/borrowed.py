@@ -184,7 +184,7 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
 def said(recipe: Recipe, given: Collection[str]) -> str:
     """Return a text with the borrowed page, the settings that it provides, and its other variants.
 
-    `recipe` is as before the user's changes; the keys in `given`, which the user sets, are not taken over.
+    `recipe` is as before the user's changes; the keys in `given`, which the user sets, are not borrowed.
     """
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))
@@ -195,10 +195,10 @@ def said(recipe: Recipe, given: Collection[str]) -> str:
     taken = overrides.as_typed(page, names)
     module = pages.page_of(page)
     lines = [
-        f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
-        f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
-        *([f"taken over: {' '.join(taken)}"] if taken else []),
-        *([f"its own: {' '.join(own)}"] if own else []),
+        f"auto: {recipe.model.path} ({kind}, {pages.human(recipe.model.parameters)} parameters) borrows the recipe "
+        f"{pages.typed(page)} {page.variant} ({other}, {pages.human(page.model.parameters)})",
+        *([f"borrowed: {' '.join(taken)}"] if taken else []),
+        *([f"the model's own: {' '.join(own)}"] if own else []),
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]
     return "\n      ".join(lines)

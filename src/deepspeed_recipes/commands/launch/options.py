@@ -101,7 +101,7 @@ def auto_words(typed: list[str | None]) -> tuple[str, str, list[str]]:
         what = f"too many words: {' '.join(names[2:])}" if names else "name a model folder or a Hub id"
         raise UserError(f"auto: {what}; ds-recipes launch auto MODEL [VARIANT] [key=value ...]")
     if "model.path" in overrides.keys_of(changes):
-        raise UserError("model.path=...: with auto the model is the first word: ds-recipes launch auto MODEL")
+        raise UserError("model.path=...: auto takes the model as its first word: ds-recipes launch auto MODEL")
     return names[0], names[1] if len(names) == 2 else VARIANT, changes
 
 

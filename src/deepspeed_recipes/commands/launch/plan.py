@@ -192,7 +192,7 @@ def requested(options: LaunchOptions) -> Request:
         print(
             f"lora.rank={lora.rank}: lora.alpha stays {lora.alpha}, so adapters are scaled by "
             f"{lora.alpha / lora.rank:.3g} (alpha / rank) instead of {before.alpha / before.rank:.3g}; "
-            f"lora.alpha={max(1, round(lora.rank * before.alpha / before.rank))} keeps that",
+            f"lora.alpha={max(1, round(lora.rank * before.alpha / before.rank))} keeps the scale",
             file=sys.stderr,
             flush=True,
         )
@@ -299,7 +299,7 @@ def with_deepspeed_file(
     recipe = replace(request.recipe, deepspeed=request.page.deepspeed)
     if hardware is None or recipe.draft.enabled:
         how = "" if recipe.draft.enabled else "; ds-recipes plan ... --gpu NAME --gpus N names one that fits"
-        print(f"deepspeed=auto: the recipe's own {recipe.deepspeed}, as the GPUs are not known here{how}", flush=True)
+        print(f"deepspeed=auto: the GPUs are unknown here, so the recipe keeps its {recipe.deepspeed}{how}", flush=True)
         return recipe
     located = preflight.with_dimensions(paths.locate(recipe))
     best = forecast.choose(located, changed, hardware, documents)

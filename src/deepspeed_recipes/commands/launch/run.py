@@ -59,7 +59,7 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
         print(json.dumps(to_dict(plan.recipe), indent=2))
     else:
         changed = list(settings.explained(page, plan.recipe))
-        print("\n".join(f"{key}: {before} -> {after}" for key, before, after in changed) or "as on its page")
+        print("\n".join(f"{key}: {before} -> {after}" for key, before, after in changed) or "no changes to the page")
     if plan.machines.allocation:
         texts = scheduler.texts(plan.options, plan.machines.allocation, plan.recipe, plan.folder)
         print("\n".join(f"# {name}\n{text.rstrip()}" for name, text in texts.items()))

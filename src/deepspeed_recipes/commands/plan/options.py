@@ -181,7 +181,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         measured_cpu = found is not None and found.device == CPU
         if on_cpu and not measured_cpu:
             where = f"{found.file} was measured on {found.device}" if found else "this machine's CPU was not measured"
-            raise UserError(f"--gpu cpu: {where}, and all rates of a CPU are; run ds-recipes doctor --measure there.")
+            raise UserError(f"--gpu cpu: {where}, and plans for CPUs need its rates; run ds-recipes doctor --measure.")
         if found and measured_cpu and (on_cpu or arguments.machine or this_machine() is None):
             for option, given in (("nodes", arguments.nodes != 1), ("network", arguments.network)):
                 if given:

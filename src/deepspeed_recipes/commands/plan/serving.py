@@ -55,7 +55,7 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     given = next((name for name in (*OPTIONS, *OF_TRAINING) if getattr(arguments, name)), "")
     if given or arguments.method != "full":
         told = arguments.overrides[0] if given == "overrides" else f"--{(given or 'method').replace('_', '-')}"
-        raise UserError(f"--serve and {told}: give one of them; --serve is not about training.")
+        raise UserError(f"--serve and {told}: give one of them; --serve plans a server, not a training run.")
     requests, length = _asked(arguments.serve)
     recipe, _ = recipe_of(arguments)
     hardware = hardware_of(arguments)

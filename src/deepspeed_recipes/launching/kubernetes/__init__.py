@@ -82,7 +82,7 @@ def values_of(asked: Allocation, recipe: Recipe, folder: RunFolder, image: str, 
     if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
         raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
-        raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
+        raise UserError(f"--volume {volume!r}: not a volume's name; use lower-case letters, digits, dots and dashes.")
     # A DNS label, short enough for what controllers append to it.
     name = re.sub(r"[^a-z0-9]+", "-", f"{recipe.name}-{folder.path.name}".lower()).strip("-")
     if len(name) > 44:  # the end, often a date, distinguishes runs

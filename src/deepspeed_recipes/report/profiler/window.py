@@ -85,7 +85,7 @@ def parse(steps: str, last_step: int | None) -> tuple[int, int]:
     if last_step is not None and last > last_step:
         room = f"{max(1, last_step - (last - first))}:{last_step}"
         raise UserError(
-            f"--profile {steps}: the run has {last_step} steps; e.g. --profile {room}, or a larger max_steps."
+            f"--profile {steps}: the run has {last_step} steps; use --profile {room}, say, or a larger max_steps."
         )
     return first, last
 

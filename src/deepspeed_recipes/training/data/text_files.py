@@ -70,8 +70,8 @@ def weights(data: Data) -> list[float] | None:
         values = []
     if len(values) != len(sources) or not all(0 < value < float("inf") for value in values):
         raise UserError(
-            f"data.weights={data.weights}: data.path names {len(sources)} sources, so {len(sources)} numbers above 0 "
-            "are expected, with commas (3,1)."
+            f"data.weights={data.weights}: data.path names {len(sources)} sources; give as many "
+            "numbers above 0, separated by commas (3,1)."
         )
     return [value / sum(values) for value in values]
 

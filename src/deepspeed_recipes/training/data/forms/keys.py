@@ -78,7 +78,7 @@ def refuse_placeholder(where: str, content: str) -> None:
     """Refuse a placeholder of an image or other media in a text."""
     if written := PLACEHOLDERS.search(content.strip()):
         raise UserError(
-            f"{where} has a placeholder, {written[0]}, and the example names no file for it; add the file to 'images', "
+            f"{where} has a placeholder, {written[0]}, but the example names no file for it; add the file to 'images', "
             "which only recipes with model.vision=true read, or remove the placeholder."
         )
 

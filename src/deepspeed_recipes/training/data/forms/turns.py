@@ -376,7 +376,7 @@ def _calls(where: str, calls: Any) -> list[Json]:
         held = {**call, **function} if isinstance(call, dict) and isinstance(function, dict) else {}
         if other := [key for key, value in held.items() if key not in CALL and value not in keys.EMPTY]:
             raise UserError(
-                f"{where} has a tool call with {other[0]!r}, which nothing reads; a call has a 'name' and 'arguments'."
+                f"{where} has a tool call with {other[0]!r}, which is not read; a call has a 'name' and 'arguments'."
             )
         if isinstance(arguments, str):
             arguments = parsed(where, arguments) if arguments.strip() else {}
