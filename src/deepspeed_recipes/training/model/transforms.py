@@ -271,26 +271,28 @@ def balance_experts(model: PreTrainedModel | PeftModel, coefficient: float, micr
     batches lack: `document_lengths` take its place.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    module: Any = sys.modules[type(inner).__module__]
-    if not (hasattr(inner, "router_aux_loss_coef") and hasattr(module, "load_balancing_loss_func")):
+    name = "load_balancing_loss_func"
+    theirs = getattr(sys.modules[type(inner).__module__], name, None)
+    if theirs is None or not hasattr(inner, "router_aux_loss_coef"):
         raise UserError(
             f"router_aux_loss_coef={coefficient}: transformers has no load-balancing loss for "
             f"{inner.config.model_type}; set it to 0."
         )
     inner.router_aux_loss_coef = coefficient / micro_batches
-    theirs, tokens = module.load_balancing_loss_func, [None]
+    masks: list[torch.Tensor] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        lengths = options.pop("document_lengths", None)
-        tokens[0] = None if lengths is None else lengths > 0
+        if (lengths := options.pop("document_lengths", None)) is not None:
+            masks.append(lengths > 0)
         return arguments, options
 
     def of_tokens(*arguments: Any) -> torch.Tensor:
         *others, mask = arguments
-        return theirs(*others, tokens[0] if mask is None else mask)
+        return theirs(*others, masks[0] if masks and mask is None else mask)
 
     model.register_forward_pre_hook(note, with_kwargs=True)  # PEFT calls only the `forward` of its base model
-    module.load_balancing_loss_func = of_tokens
+    model.register_forward_hook(lambda *_: masks.clear())
+    replace_functions(inner, [name], lambda _: of_tokens)
 
 
 @contextlib.contextmanager
