@@ -128,7 +128,7 @@ def do(config: dict, path: tuple, step: str) -> None:
     elif found := re.fullmatch(r"write it as (\w+): (\w+)", step):
         here.pop(name)
         here[found[1]] = found[2]
-    elif found := re.fullmatch(r'(?:add|write) "?(\w+)"?: (.+?)(?: to (\w+))?', step):
+    elif found := re.fullmatch(r'(?:add|write) "?(\w+)"?: (.+?)(?: (?:to|in) (\w+))?', step):
         there = config if found[1] in AT_THE_TOP else config[found[3]] if found[3] else here
         there[found[1]] = value_of(found[2])
     elif found := re.fullmatch(r"set it to (\w+)(?: once you have the times)?", step):

@@ -1,26 +1,37 @@
 """`ds-recipes check --fix`: it edits in place, and makes no file worse."""
 
+import contextlib
 import copy
+import io
 import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_recipes.commands import main
 from deepspeed_recipes.config import edits
 from deepspeed_recipes.config.lint import judge
 from deepspeed_recipes.config.read import parse
 from deepspeed_recipes.config.resolve import Numbers, resolve
 from deepspeed_recipes.config.rule import Edit, Facts
 from tests.test_config_fuzz import configs, mutated
-from tests.test_config_read import check, values
+from tests.test_config_read import values
 from tests.tiers import examples
 from tests.versions import needs
 
 pytestmark = needs("deepspeed==0.19.8")  # what its schema and its engine say; another version says other things
+
+
+def check(*arguments: str) -> SimpleNamespace:
+    """Run the command, and return its exit status and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = main.run("check", [*arguments])
+    return SimpleNamespace(returncode=status, stdout=printed.getvalue())
 
 
 def fixed(text: str, trainer: str = "plain") -> tuple[str, list[str]]:

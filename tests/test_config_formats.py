@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from deepspeed_recipes.config.rules import RULES
-from tests.test_config_read import ROOT, check
+from tests.test_config_fix import check
+from tests.test_config_read import ROOT
 
 BAD = '{"train_batch_size": 8,\n  "gradient_cliping": 1.0, "steps_per_print": 0}'
 

@@ -18,14 +18,15 @@ pytestmark = needs("accelerate>=1.15")
 RANKS = {"compute_environment": "LOCAL_MACHINE", "num_processes": 2, "num_machines": 1}
 TWO = {"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
 WRAP = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+STAGE_3 = {"zero_stage": 3, "zero3_save_16bit_model": True}
 BASES = {
-    "deepspeed": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+    "deepspeed": {"distributed_type": "DEEPSPEED", "deepspeed_config": STAGE_3},
     "deepspeed on two": TWO
-    | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "deepspeed_hostfile": "hosts"}},
+    | {"distributed_type": "DEEPSPEED", "deepspeed_config": STAGE_3 | {"deepspeed_hostfile": "hosts"}},
     "deepspeed on two without ssh": TWO
     | {
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"zero_stage": 3, "deepspeed_multinode_launcher": "standard"},
+        "deepspeed_config": STAGE_3 | {"deepspeed_multinode_launcher": "standard"},
     },
     "fsdp1": {"distributed_type": "FSDP", "fsdp_config": WRAP | {"fsdp_version": 1}},
     "fsdp2": {"distributed_type": "FSDP", "fsdp_config": WRAP | {"fsdp_version": 2}},

@@ -235,7 +235,7 @@ def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsy
     assert run_command("evaluate", [*command, advised]) == 0
     error = refusal("evaluate", *command, "data.columns=pregunta:promt")
     assert "data.columns=pregunta:promt: write COLUMN:FIELD" in error
-    assert "only with --data FILE" in refusal("evaluate", run.path, advised)
+    assert "describes the examples of --data FILE" in refusal("evaluate", run.path, advised)
 
 
 def test_examples_that_a_run_was_trained_on_are_named(run, data, tmp_path, capsys):

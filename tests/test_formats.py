@@ -806,7 +806,7 @@ MISTAKES = {
 def test_an_image_that_is_only_written_is_refused(tmp_path, asked, written):
     path = tmp_path / "seen.jsonl"
     path.write_text(line(messages=[user(asked), assistant("b")]) + "\n")
-    refused = pytest.raises(UserError, match=f"has a placeholder, {re.escape(written or '')}, and the example names no")
+    refused = pytest.raises(UserError, match=f"has a placeholder, {re.escape(written or '')}, but the example names no")
     with refused if written else contextlib.nullcontext():
         preflight.check_file(path, "sft")
 

@@ -224,7 +224,7 @@ def stage(config: Config, json: Config | None) -> Iterator[Hit]:
         yield Hit(save, config.get(*save), what, "write true", severity="warning")
     if known != 3 and (config.number(*shared) or 1) > 1:
         what = f"every gradient at stage {known} is {config.number(*shared)} times too large"
-        yield Hit(shared, config.get(*shared), what, "write zero_stage: 3")
+        yield Hit(shared, config.get(*shared), what, "write zero_stage: 3 in deepspeed_config")
     param, optimizer = (DEEPSPEED_KEYS, "offload_param_device"), (DEEPSPEED_KEYS, "offload_optimizer_device")
     if known != 3 and config.get(*param) not in (None, "none"):
         yield Hit(param, config.get(*param), f"has no effect at stage {known}", "write zero_stage: 3, or none")

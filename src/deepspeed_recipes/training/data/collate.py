@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler
 from ...recipe.errors import UserError, counted
 from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, read_json, write_json
-from ..console import say
 from ..model import attention
 
 Batch = dict[str, Any]
@@ -120,6 +119,8 @@ def numbered(dataset: Dataset, run: RunFolder) -> Dataset:
     if len(bad) >= len(dataset):
         raise UserError(f"{run.left_out}: lists every training sequence, so the data is not the cause.")
     if bad:
+        from ..console import say  # which imports DeepSpeed; the launcher tries the user's code without it
+
         say(
             f"not trained on: {counted(len(bad), 'sequence')} that a rewind has found to be bad, by number in "
             f"{run.left_out}; remove that file if the data has changed since"
