@@ -239,27 +239,27 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def refusal(capsys):
-    """Return a function that runs a command, which has to end with status 2, and gives what it prints as an error."""
+def ended(capsys):
+    """Return a function that runs a command, which has to end with a status, and gives what it prints."""
     from deepspeed_recipes.commands.main import run
 
-    def of(command, *words):
-        assert run(command, [*map(str, words)]) == 2
-        return capsys.readouterr().err
+    def of(status, command, *words):
+        assert run(command, [*map(str, words)]) == status
+        return capsys.readouterr()
 
     return of
 
 
 @pytest.fixture
-def printed_by(capsys):
+def refusal(ended):
+    """Return a function that runs a command, which has to end with status 2, and gives what it prints as an error."""
+    return lambda *words: ended(2, *words).err
+
+
+@pytest.fixture
+def printed_by(ended):
     """Return a function that runs a command, which has to succeed, and gives what it prints."""
-    from deepspeed_recipes.commands.main import run
-
-    def of(command, *words):
-        assert run(command, [*map(str, words)]) == 0
-        return capsys.readouterr().out
-
-    return of
+    return lambda *words: ended(0, *words).out
 
 
 @pytest.fixture

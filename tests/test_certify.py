@@ -356,7 +356,7 @@ def test_an_adapter_without_a_tensor_is_refused(adapter, tmp_path):
         ("whole", "config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_parameters"),
         ("whole", "config.json", {"dtype": "bfloat16"}, "config.json: dtype is bfloat16, and was float32"),
         ("whole", "config.json", {"max_position_embeddings": 64}, "max_position_embeddings is 64"),
-        ("whole", "tokenizer.json", {"decoder": None}, "tokenizer.json is another one"),
+        ("whole", "tokenizer.json", {"decoder": None}, "tokenizer.json differs"),
         ("whole", "generation_config.json", {"eos_token_id": 5}, "eos_token_id is 5"),
         ("whole", "generation_config.json", {"suppress_tokens": [5]}, "suppress_tokens is [5], and was None"),
         ("adapter", "generation_config.json", {"repetition_penalty": 1.3}, "repetition_penalty is 1.3, and was None"),

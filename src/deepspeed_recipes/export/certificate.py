@@ -217,4 +217,4 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
             yield f"the tokenizer makes other tokens of {sequence['answer']!r}"
             return
     if wanted.get("tokenizer", now["tokenizer"]) != now["tokenizer"]:  # earlier versions did not write it
-        yield "tokenizer.json is another one"
+        yield "tokenizer.json differs"

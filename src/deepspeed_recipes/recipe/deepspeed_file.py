@@ -128,6 +128,11 @@ def fill_prefetch(content: Json, hidden: int, layer: int) -> None:
         zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, layer)
 
 
+def swap_buffer_size(shard: int) -> int:
+    """Return the elements of a buffer for a rank's part of a weight: as many, and a hundredth more."""
+    return shard + shard // 100
+
+
 def fill_swap_buffer(content: Json, shard: int) -> None:
     """Set the size of the buffers through which weights are read from NVMe, unless the configuration has one.
 
@@ -136,7 +141,7 @@ def fill_swap_buffer(content: Json, shard: int) -> None:
     """
     offload = _block(_block(content, "zero_optimization"), "offload_param")
     if isinstance(offload, dict) and offload.get("device") == "nvme" and shard > SWAPPED:
-        offload.setdefault("buffer_size", shard + shard // 100)
+        offload.setdefault("buffer_size", swap_buffer_size(shard))
 
 
 def with_zero(file: DeepSpeedFile, **changes: object) -> DeepSpeedFile:

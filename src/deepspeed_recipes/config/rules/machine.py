@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...recipe.deepspeed_file import SWAPPED, swap_buffer_size
 from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, dimension, rule
 
 _ZERO = "zero_optimization"
@@ -94,9 +95,9 @@ def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.offload_device("offload_param") != "nvme" or vocabulary is None:
         return
     size = config.number(_ZERO, "offload_param", "buffer_size")
-    size = 100_000_000 if size is None else size
+    size = SWAPPED if size is None else size
     if hidden is not None and facts.world_size and vocabulary * hidden // facts.world_size > size:
         shard = vocabulary * hidden // facts.world_size
         path = (_ZERO, "offload_param", "buffer_size")
         what = f"the embedding's shard has {shard:,} elements, but a buffer only {int(size):,}"
-        yield Hit(path, config.get(*path), what, f"write at least {shard + shard // 100}")
+        yield Hit(path, config.get(*path), what, f"write at least {swap_buffer_size(shard)}")
